@@ -1,0 +1,122 @@
+"""What attention asks of a cache: store what a span closed, read index keys and C128 entries, fetch selected C4 entries.
+
+`EntryCache` holds the slab and the block tables, and everything but the C4 entries, which both twins keep alike. How C4 entries
+are stored and found is the subclass's: `resident.ResidentEntries`, `tiered.TieredEntries`, `tiered.StagedEntries`.
+"""
+
+import abc
+from typing import Self
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Float32, Int32, UInt8
+
+from hisparse_jax import pages
+from hisparse_jax.config import C128
+from hisparse_jax.layout import CacheLayout, Place
+from hisparse_jax.model.span import Span
+from hisparse_jax.rows import RowFormat
+from hisparse_jax.status import NULL_BLOCK
+from pallas_kernels.topk_select import topk_select
+
+
+class Selection(struct.PyTreeNode):
+    """Entries that one C4 layer picked for each token, and the cache's plan for them, which followers reuse.
+
+    indices: i32[R, T, K]   entry numbers, ascending, then -1.
+    plan:                   whatever `fetch_c4` resolved them to; None before.
+    """
+
+    indices: Int32[Array, "R T K"]
+    plan: struct.PyTreeNode | None
+
+    @classmethod
+    def of(cls, scores: Float32[Array, "R T N"], lengths: Int32[Array, "R T"], top_k: int) -> "Selection":
+        """The `top_k` best of the first `lengths` entries; ties go to the lower entry number."""
+        return cls(topk_select(scores, lengths, top_k), None)
+
+
+def block_of(
+    table: Int32[Array, "B P"], slots: Int32[Array, " R"], numbers: Int32[Array, "R E"], entries: int, real: Bool[Array, "R E"]
+) -> tuple[Int32[Array, "R E"], Int32[Array, "R E"]]:
+    """Block and slot of entries `numbers` (of which a page holds `entries`); block -1 where not `real` or not held."""
+    page = jnp.clip(numbers // entries, 0, table.shape[1] - 1)
+    block = table[slots[:, None], page]
+    held = real & (block != NULL_BLOCK) & (numbers // entries < table.shape[1])
+    return jnp.where(held, block, -1), numbers % entries
+
+
+class EntryCache(struct.PyTreeNode):
+    """Slab and block tables of a step. Tables do not change inside a step.
+
+    slab: u8[N, stride]        all GPU pages.
+    base: i32[Gb, B, P]        blocks of index keys and C128 entries; never given up while a request runs.
+    resident: i32[G, B, P]     blocks of C4 entries; null where the page is not on the GPU.
+    """
+
+    slab: UInt8[Array, "N stride"]
+    base: Int32[Array, "Gb B P"]
+    resident: Int32[Array, "G B P"]
+
+    @abc.abstractmethod
+    def store_c4(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
+        """Stores packed C4 entries `rows[R, E, row_bytes]` of `layer` where `real`."""
+
+    @abc.abstractmethod
+    def fetch_c4(
+        self, layer: int, selection: Selection, span: Span, layout: CacheLayout
+    ) -> tuple[UInt8[Array, "R T K row_bytes"], Self, Selection]:
+        """Packed rows of the selected entries, zero bytes where -1; the cache and the selection with its plan."""
+
+    def store_c128(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
+        """Stores packed C128 entries `rows[R, E, row_bytes]` of `layer` where `real`."""
+        place = layout.c128_place(layer)
+        return self._store(place, layout.entry, layout.page_tokens // C128, self.base, rows, numbers, real, span)
+
+    def store_index(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
+        """Stores packed index keys `rows[R, E, row_bytes]` of `layer` where `real`."""
+        place = layout.index_place(layer)
+        return self._store(place, layout.index, layout.page_entries, self.base, rows, numbers, real, span)
+
+    def read_index(
+        self, layer: int, first_page: Int32[Array, ""], num_pages: int, span: Span, layout: CacheLayout
+    ) -> UInt8[Array, "R n row_bytes"]:
+        """Packed index keys of `num_pages` pages from `first_page`; zero bytes where no page stands."""
+        place = layout.index_place(layer)
+        table = self.base[place.group][span.slots]
+        table = jnp.pad(table, ((0, 0), (0, num_pages)), constant_values=NULL_BLOCK)
+        blocks = jax.lax.dynamic_slice_in_dim(table, first_page, num_pages, axis=1)
+        return pages.read_pages(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset)
+
+    def read_c128(
+        self, layer: int, span: Span, layout: CacheLayout
+    ) -> tuple[UInt8[Array, "R n row_bytes"], Bool[Array, "R T n"]]:
+        """All C128 entries of each request, zero bytes past its newest, and which of them each token sees."""
+        place = layout.c128_place(layer)
+        rows = pages.read_pages(
+            self.slab,
+            self.base[place.group][span.slots],
+            layout.entry,
+            page_entries=layout.page_tokens // C128,
+            offset=place.offset,
+        )
+        number = jnp.arange(rows.shape[1], dtype=jnp.int32)
+        written = number[None, :] < ((span.start + span.count) // C128)[:, None]
+        seen = number[None, None, :] < span.num_entries(C128)[..., None]
+        return jnp.where(written[..., None], rows, 0), seen
+
+    def _store(
+        self, place: Place, fmt: RowFormat, entries: int, tables: Array, rows, numbers, real, span: Span
+    ) -> Self:
+        block, slot = block_of(tables[place.group], span.slots, numbers, entries, real)
+        slab = pages.write_rows(
+            self.slab,
+            block.reshape(-1),
+            slot.reshape(-1),
+            rows.reshape(-1, rows.shape[-1]),
+            fmt,
+            page_entries=entries,
+            offset=place.offset,
+        )
+        return self.replace(slab=slab)

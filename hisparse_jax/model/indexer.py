@@ -1,0 +1,75 @@
+"""Scores every compressed entry of a request against a query, to pick the few that attention reads.
+
+Source: DeepSeek V4's published inference code: `I = sum_h g_h relu(q_h . k)`, no norm on index queries, weights of either
+sign. Keys are read page by page from the cache and scored in blocks, so that no array over heads x all entries exists.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, UInt8
+
+from hisparse_jax.config import C4, ModelConfig
+from hisparse_jax.model.compressor import Compressor
+from hisparse_jax.model.numerics import border, contract, linear
+from hisparse_jax.model.rope import frequencies, rotate
+from hisparse_jax.model.span import Span
+from hisparse_jax.rows import RowFormat, hadamard
+
+SCORE_BLOCK = 4_096
+"""Entries scored at a time."""
+
+
+class Indexer(nnx.Module):
+    """Index queries, their weights, and the compressor of index keys of one C4 layer."""
+
+    def __init__(self, config: ModelConfig, weights, prefix: str):
+        self.config = config
+        self.wq_b = nnx.Param(weights[f"{prefix}wq_b.weight"])
+        self.weights_proj = nnx.Param(weights[f"{prefix}weights_proj.weight"])
+        self.compressor = Compressor(config, C4, config.index_head_dim, weights, f"{prefix}compressor.")
+
+    def queries(
+        self, x: Float[Array, "R T D"], qr: Float[Array, "R T q"], span: Span, index: RowFormat, *, rotated: bool
+    ) -> tuple[Float[Array, "R T H d"], Float32[Array, "R T H"]]:
+        """Index queries as stored numbers of the index format, and head weights with every scale folded in."""
+        cfg = self.config
+        heads, dim = cfg.index_n_heads, cfg.index_head_dim
+        q = linear(qr, self.wq_b[...]).reshape(*qr.shape[:-1], heads, dim)
+        q = rotate(q, span.positions[..., None], frequencies(cfg, C4))
+        if rotated:
+            q = hadamard(q)
+        values, scale = index.unpack_scaled(index.pack(q))
+        weight = contract("rtd,hd->rth", x, self.weights_proj[...].astype(x.dtype))
+        return values, weight * scale * (dim**-0.5 * heads**-0.5)
+
+
+def score_entries(
+    queries: Float[Array, "R T H d"],
+    weights: Float32[Array, "R T H"],
+    read_keys: Callable[[jax.Array, int], UInt8[Array, "R n row_bytes"]],
+    *,
+    index: RowFormat,
+    num_pages: int,
+    page_entries: int,
+) -> Float32[Array, "R T N"]:
+    """Index score of every entry of `num_pages` pages; columns past a request's length hold finite leftovers or zeros.
+
+    `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. The scores are a border: selection reads
+    exactly these numbers in both twins.
+    """
+    pages_a_block = min(num_pages, max(1, SCORE_BLOCK // page_entries))
+    blocks = -(-num_pages // pages_a_block)
+
+    def block(first_page):
+        keys, scale = index.unpack_scaled(border(read_keys(first_page, pages_a_block)))
+        dots = jax.nn.relu(contract("rthd,rnd->rthn", queries, keys))
+        return contract("rth,rthn->rtn", weights, dots) * scale[:, None, :]
+
+    if blocks == 1:
+        return border(block(jnp.int32(0)))
+    scored = jax.lax.map(block, jnp.arange(blocks, dtype=jnp.int32) * pages_a_block)
+    scored = jnp.moveaxis(scored, 0, 2).reshape(*scored.shape[1:3], -1)
+    return border(scored[..., : num_pages * page_entries])

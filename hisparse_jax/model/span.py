@@ -1,0 +1,59 @@
+"""Which tokens a call computes: `T` consecutive positions of each of `R` requests. Decode has T = 1, prefill R = 1."""
+
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Bool, Int32
+
+
+class Span(struct.PyTreeNode):
+    """`R` requests, `T` consecutive positions each, of which the first `count` are real.
+
+    slots: i32[R]         request slot, 0..B-1; the slots of one span are distinct.
+    start: i32[R]         position of the first token.
+    count: i32[R]         real tokens, 0..T; the rest is padding: it writes nothing and its results are not used.
+    positions: i32[R, T]  start + 0..T-1.
+    """
+
+    slots: Int32[Array, " R"]
+    start: Int32[Array, " R"]
+    count: Int32[Array, " R"]
+    positions: Int32[Array, "R T"]
+
+    @property
+    def valid(self) -> Bool[Array, "R T"]:
+        return jnp.arange(self.positions.shape[1])[None, :] < self.count[:, None]
+
+    def closings(self, ratio: int) -> tuple[Int32[Array, "R E"], Bool[Array, "R E"]]:
+        """Positions that close an entry of `ratio` tokens, ascending, and which of them are real; E = cdiv(T, ratio)."""
+        most = -(-self.positions.shape[1] // ratio)
+        first = self.start + ratio - 1 - self.start % ratio
+        closing = first[:, None] + ratio * jnp.arange(most, dtype=jnp.int32)[None, :]
+        return closing, closing < (self.start + self.count)[:, None]
+
+    def num_entries(self, ratio: int) -> Int32[Array, "R T"]:
+        """Entries of `ratio` tokens that each position sees, its own included; 0 on padding."""
+        return jnp.where(self.valid, (self.positions + 1) // ratio, 0)
+
+
+def make_span(slots: Int32[Array, " R"], start: Int32[Array, " R"], count: Int32[Array, " R"], num_tokens: int) -> Span:
+    """A span of `num_tokens` positions a request."""
+    return Span(slots, start, count, start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :])
+
+
+def read_ring(ring: Array, span: Span) -> Array:
+    """The rows of the `W` positions before `span.start`, oldest first, from `ring[B, W, ...]`: `[R, W, ...]`.
+
+    Position p stands at `p mod W`; positions below 0 read leftovers, which callers mask by position.
+    """
+    width = ring.shape[1]
+    before = span.start[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
+    return ring[span.slots[:, None], before % width]
+
+
+def write_ring(ring: Array, rows: Array, span: Span) -> Array:
+    """Stores `rows[R, T, ...]` of the span's last `W` real positions in `ring[B, W, ...]`; in place when donated."""
+    batch, width = ring.shape[:2]
+    end = (span.start + span.count)[:, None]
+    kept = (span.positions < end) & (span.positions >= end - width)
+    slots = jnp.where(kept, span.slots[:, None], batch)
+    return ring.at[slots, span.positions % width].set(rows, mode="drop")

@@ -1,0 +1,76 @@
+"""Prompts on their way in: checked before anything changes, cut into chunks of one compiled size, given a slot."""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from hisparse_jax.layout import CacheLayout
+from hisparse_jax.sequences import Sequences
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be taken; the message names the value and the remedy."""
+
+
+def check_prompt(prompt: Sequence[int], layout: CacheLayout, max_new_tokens: int) -> None:
+    """Raises `PromptError` unless the prompt fits the context with its new tokens and holds token ids only."""
+    if len(prompt) == 0:
+        raise PromptError("the prompt has no tokens; give at least one.")
+    if max_new_tokens < 0:
+        raise PromptError(f"max_new_tokens={max_new_tokens} must not be negative.")
+    if (total := len(prompt) + max_new_tokens) > layout.cache.max_model_len:
+        raise PromptError(
+            f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones make {total}, max_model_len is "
+            f"{layout.cache.max_model_len}; shorten the prompt or raise max_model_len."
+        )
+    ids = np.asarray(prompt)
+    if not np.issubdtype(ids.dtype, np.integer) or ids.ndim != 1:
+        raise PromptError(f"a prompt is a flat sequence of token ids, not {ids.dtype}[{', '.join(map(str, ids.shape))}].")
+    if bad := ids[(ids < 0) | (ids >= layout.model.vocab_size)].tolist():
+        raise PromptError(f"token id {bad[0]} is outside the vocabulary 0..{layout.model.vocab_size - 1}.")
+
+
+def chunk_schedule(length: int, chunk_tokens: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
+    """`(begin, count)` of each chunk. `chunks` lists their lengths; the rest of the prompt follows in full chunks."""
+    wanted, begin = iter(chunks or ()), 0
+    while begin < length:
+        count = min(next(wanted, chunk_tokens), length - begin)
+        if not 1 <= count <= chunk_tokens:
+            raise PromptError(f"a chunk of {count} tokens; chunks hold 1..{chunk_tokens} tokens (chunk_tokens).")
+        yield begin, count
+        begin += count
+
+
+def pad_chunk(prompt: Sequence[int], begin: int, count: int, chunk_tokens: int) -> Int32[Array, " C"]:
+    """Tokens `begin .. begin + count - 1`, then zeros, in the compiled shape."""
+    padded = np.zeros(chunk_tokens, np.int32)
+    padded[:count] = prompt[begin : begin + count]
+    return jnp.asarray(padded)
+
+
+def admit_sequence(
+    sequences: Sequences, slot: int, limit: int, *, seed: int = 0, temperature: float = 0.0, stop_token: int = -1
+) -> Sequences:
+    """`sequences` with `slot` set up for a new request of length 0. Raises `PromptError` for a bad slot or option."""
+    batch = sequences.length.shape[0]
+    if not 0 <= slot < batch:
+        raise PromptError(f"slot {slot} does not exist; slots are 0..{batch - 1} (max_requests).")
+    if bool(sequences.running[slot]):
+        raise PromptError(f"slot {slot} is running a request; finish it first.")
+    if temperature < 0:
+        raise PromptError(f"temperature={temperature} must not be negative; 0 is greedy.")
+    if not 0 <= seed < 2**32:
+        raise PromptError(f"seed={seed} must lie in 0..2^32-1.")
+    new = Sequences(
+        length=jnp.int32(0),
+        token=jnp.int32(0),
+        limit=jnp.int32(limit),
+        stop_token=jnp.int32(stop_token),
+        seed=jnp.uint32(seed),
+        temperature=jnp.float32(temperature),
+        running=jnp.bool_(False),
+    )
+    return jax.tree.map(lambda old, value: old.at[slot].set(value), sequences, new)
