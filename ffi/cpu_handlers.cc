@@ -2,7 +2,8 @@
 //
 // A fork's copies run on a thread of their own, beside the program, and a join waits for them. With
 // HISPARSE_FFI_LATE_COPIES set they run inside the join instead, as late as an asynchronous copy ever can: a
-// program that writes the source or reads the destination between fork and join is then wrong every time.
+// program that writes a source page or reads a destination page between fork and join is then wrong every
+// time.
 #include <cstdlib>
 #include <cstring>
 #include <future>
@@ -18,17 +19,17 @@ void Copy(const PageCopies& copies) {
   for (const PageCopy& page : copies.pages) std::memcpy(page.to, page.from, copies.page_bytes);
 }
 
-// Copies in flight, by the pool they write.
+// Copies in flight, by the pool they write. A std::async future waits for its thread when it is destroyed, so
+// forgetting a fork, also one that a failed program left open, ends its copies.
 class OpenForks {
  public:
-  void Start(const void* pool, const void* slab, PageCopies copies) {
+  void Start(const Call& call, PageCopies copies) {
     const bool late = std::getenv("HISPARSE_FFI_LATE_COPIES") != nullptr;
-    auto run = [copies = std::move(copies)] { Copy(copies); };
-    Fork fork{slab, std::async(late ? std::launch::deferred : std::launch::async, std::move(run))};
     std::lock_guard<std::mutex> lock(mutex_);
-    // A fork still open here was left by a program that failed: its future waits when it is replaced.
-    if (auto open = forks_.find(pool); open != forks_.end()) open->second.done.wait();
-    forks_.insert_or_assign(pool, std::move(fork));
+    forks_.erase(call.pool.untyped_data());
+    forks_[call.pool.untyped_data()] = {call.slab.untyped_data(),
+                                        std::async(late ? std::launch::deferred : std::launch::async,
+                                                   [copies = std::move(copies)] { Copy(copies); })};
   }
 
   ffi::Error Finish(const Call& call) {
@@ -44,10 +45,9 @@ class OpenForks {
     return fork.slab == call.slab.untyped_data() ? ffi::Error::Success() : SlabMoved(call);
   }
 
-  // Waits for every copy in flight and returns `error`: a program that fails leaves nothing running.
-  ffi::Error Abandon(ffi::Error error) {
+  // Ends every copy in flight and returns `error`: a program that fails leaves nothing running.
+  ffi::Error Abandon(const ffi::Error& error) {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [pool, fork] : forks_) fork.done.wait();
     forks_.clear();
     return error;
   }
@@ -62,15 +62,14 @@ class OpenForks {
 };
 
 OpenForks& Forks() {
-  static OpenForks* forks = new OpenForks;  // never destroyed: handlers may still run at exit
+  static auto* forks = new OpenForks;  // never destroyed: a handler may still run at exit
   return *forks;
 }
 
-ffi::Error BackupPages(Bytes pool, Bytes slab, Ids source, Ids destination, BytesResult result, int64_t offset,
-                       std::string_view layer) {
+ffi::Error BackupPages(Bytes pool, Bytes slab, Ids source, Ids destination, BytesResult result,
+                       int64_t offset, std::string_view layer) {
   const Call call{"backup_pages", layer, pool, slab};
-  if (ffi::Error error = CheckInPlace(call, pool, *result); error.failure()) return Forks().Abandon(error);
-  auto copies = PlanCopies(call, Direction::kBackup, offset, source, destination);
+  auto copies = PlanCopies(call, Direction::kBackup, offset, source, destination, *result);
   if (copies.has_error()) return Forks().Abandon(copies.error());
   Copy(*copies);
   return ffi::Error::Success();
@@ -79,10 +78,9 @@ ffi::Error BackupPages(Bytes pool, Bytes slab, Ids source, Ids destination, Byte
 ffi::Error ForkBackup(Bytes pool, Bytes slab, Ids source, Ids destination, BytesResult result, int64_t offset,
                       std::string_view layer) {
   const Call call{"backup_pages_fork", layer, pool, slab};
-  if (ffi::Error error = CheckInPlace(call, pool, *result); error.failure()) return Forks().Abandon(error);
-  auto copies = PlanCopies(call, Direction::kBackup, offset, source, destination);
+  auto copies = PlanCopies(call, Direction::kBackup, offset, source, destination, *result);
   if (copies.has_error()) return Forks().Abandon(copies.error());
-  Forks().Start(pool.untyped_data(), slab.untyped_data(), std::move(*copies));
+  Forks().Start(call, std::move(*copies));
   return ffi::Error::Success();
 }
 
@@ -93,11 +91,10 @@ ffi::Error JoinBackup(Bytes pool, Bytes slab, BytesResult result, std::string_vi
   return ffi::Error::Success();
 }
 
-ffi::Error RestorePages(Bytes pool, Bytes slab, Ids source, Ids destination, BytesResult result, int64_t offset,
-                        std::string_view layer) {
+ffi::Error RestorePages(Bytes pool, Bytes slab, Ids source, Ids destination, BytesResult result,
+                        int64_t offset, std::string_view layer) {
   const Call call{"restore_pages", layer, pool, slab};
-  if (ffi::Error error = CheckInPlace(call, slab, *result); error.failure()) return Forks().Abandon(error);
-  auto copies = PlanCopies(call, Direction::kRestore, offset, source, destination);
+  auto copies = PlanCopies(call, Direction::kRestore, offset, source, destination, *result);
   if (copies.has_error()) return Forks().Abandon(copies.error());
   Copy(*copies);
   return ffi::Error::Success();

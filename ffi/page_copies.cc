@@ -12,7 +12,9 @@ std::string Message(const Call& call, const std::string& why) {
   return std::string(call.what) + ": " + std::string(call.layer) + ": " + why;
 }
 
-ffi::Error Refuse(const Call& call, const std::string& why) { return ffi::Error::InvalidArgument(Message(call, why)); }
+ffi::Error Refuse(const Call& call, const std::string& why) {
+  return ffi::Error::InvalidArgument(Message(call, why));
+}
 
 // One side of the copies: which tier, and how many blocks it has.
 struct Side {
@@ -21,7 +23,9 @@ struct Side {
   int64_t blocks;
 
   bool Holds(int32_t id) const { return id >= 0 && id < blocks; }
-  std::string Name(int32_t id) const { return std::string(role) + " " + tier + " block " + std::to_string(id); }
+  std::string Name(int32_t id) const {
+    return std::string(role) + " " + tier + " block " + std::to_string(id);
+  }
 };
 
 ffi::Error OutOfRange(const Call& call, const Side& side, int32_t id, size_t page) {
@@ -32,20 +36,30 @@ ffi::Error OutOfRange(const Call& call, const Side& side, int32_t id, size_t pag
 
 }  // namespace
 
-ffi::ErrorOr<PageCopies> PlanCopies(const Call& call, Direction direction, int64_t offset, Ids source,
-                                    Ids destination) {
+ffi::Error CheckInPlace(const Call& call, const Bytes& operand, const Bytes& result) {
+  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
+  return ffi::Error::Internal(
+      Message(call, "the result has a buffer of its own; alias it with its operand."));
+}
+
+ffi::ErrorOr<PageCopies> PlanCopies(const Call& call, Direction direction, int64_t offset, const Ids& source,
+                                    const Ids& destination, const Bytes& result) {
+  const bool backup = direction == Direction::kBackup;
+  if (ffi::Error error = CheckInPlace(call, backup ? call.pool : call.slab, result); error.failure())
+    return error;
   const int64_t page_bytes = call.pool.dimensions()[1];
   const int64_t stride = call.slab.dimensions()[1];
   if (offset < 0 || offset > stride - page_bytes) {
-    return Refuse(call, "a page of " + std::to_string(page_bytes) + " bytes at offset " + std::to_string(offset) +
-                            " does not fit in a block of " + std::to_string(stride) + " bytes.");
+    return Refuse(call, "a page of " + std::to_string(page_bytes) + " bytes at offset " +
+                            std::to_string(offset) + " does not fit in a block of " + std::to_string(stride) +
+                            " bytes.");
   }
   const size_t count = source.element_count();
   if (destination.element_count() != count) {
-    return Refuse(call, std::to_string(count) + " source ids, " + std::to_string(destination.element_count()) +
+    return Refuse(call, std::to_string(count) + " source ids, " +
+                            std::to_string(destination.element_count()) +
                             " destination ids; pad the shorter with block 0.");
   }
-  const bool backup = direction == Direction::kBackup;
   const Side gpu{backup ? "source" : "destination", "GPU", call.slab.dimensions()[0]};
   const Side host{backup ? "destination" : "source", "host", call.pool.dimensions()[0]};
   const Side& from_side = backup ? gpu : host;
@@ -71,21 +85,18 @@ ffi::ErrorOr<PageCopies> PlanCopies(const Call& call, Direction direction, int64
   return copies;
 }
 
-ffi::Error CheckInPlace(const Call& call, const Bytes& operand, const Bytes& result) {
-  if (operand.untyped_data() == result.untyped_data()) return ffi::Error::Success();
-  return ffi::Error::Internal(Message(call, "the result has a buffer of its own; alias it with its operand."));
-}
-
 ffi::Error NothingForked(const Call& call) {
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                    Message(call, "no fork is open on this pool; fork and join stand in one program, on one pool."));
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      Message(call, "no fork is open on this pool; fork and join stand in one program, on one pool."));
 }
 
 ffi::Error SlabMoved(const Call& call) {
-  return ffi::Error(ffi::ErrorCode::kFailedPrecondition,
-                    Message(call,
-                            "the slab has another buffer than at the fork, so pages may have been overwritten under "
-                            "the copy; donate the slab and thread it from fork to join."));
+  return ffi::Error(
+      ffi::ErrorCode::kFailedPrecondition,
+      Message(call,
+              "the slab has another buffer than at the fork, so pages may have been overwritten under "
+              "the copy; donate the slab and thread it from fork to join."));
 }
 
 }  // namespace hisparse

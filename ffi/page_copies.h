@@ -44,13 +44,13 @@ struct Call {
 
 enum class Direction { kBackup, kRestore };  // slab to pool; pool to slab
 
-// Checks shapes, every id, and that no destination is named twice, before it returns a single copy: a call that
-// is refused has copied nothing.
-ffi::ErrorOr<PageCopies> PlanCopies(const Call& call, Direction direction, int64_t offset, Ids source,
-                                    Ids destination);
-
 // Refuses a result that is not its operand's own buffer: XLA then copied the whole pool or slab.
 ffi::Error CheckInPlace(const Call& call, const Bytes& operand, const Bytes& result);
+
+// Checks the result's place, shapes, every id, and that no destination is named twice, before it returns a
+// single copy: a call that is refused has copied nothing.
+ffi::ErrorOr<PageCopies> PlanCopies(const Call& call, Direction direction, int64_t offset, const Ids& source,
+                                    const Ids& destination, const Bytes& result);
 
 // Refusals of a join, in the same words on both platforms.
 ffi::Error NothingForked(const Call& call);
@@ -60,11 +60,11 @@ ffi::Error SlabMoved(const Call& call);
 template <typename Binding>
 auto BindBackup(Binding binding) {
   return std::move(binding)
-      .template Arg<Bytes>()      // pool u8[H, page_bytes]
-      .template Arg<Bytes>()      // slab u8[N, stride]
-      .template Arg<Ids>()        // source GPU blocks i32[M]
-      .template Arg<Ids>()        // destination host blocks i32[M]
-      .template Ret<Bytes>()      // pool, aliased
+      .template Arg<Bytes>()  // pool u8[H, page_bytes]
+      .template Arg<Bytes>()  // slab u8[N, stride]
+      .template Arg<Ids>()    // source GPU blocks i32[M]
+      .template Arg<Ids>()    // destination host blocks i32[M]
+      .template Ret<Bytes>()  // pool, aliased
       .template Attr<int64_t>("offset")
       .template Attr<std::string_view>("layer");
 }
@@ -91,6 +91,5 @@ auto BindRestore(Binding binding) {
 }
 
 }  // namespace hisparse
-
 
 #endif  // HISPARSE_FFI_PAGE_COPIES_H_

@@ -51,6 +51,8 @@ def append_pages(
     small. Returns `(tables, granted, status)`: `OUT_OF_BLOCKS` for those, `REFUSED` for a count that is negative, above
     `max_new_pages` or leads beyond page P, which holds nobody else up. A request that wants nothing is granted it.
     """
+    if max_new_pages < 1:
+        raise ValueError(f"{max_new_pages=} lets no request grow; give at least 1.")
     fits = fitting(tables, new_pages) & (new_pages <= max_new_pages)
     wanted = jnp.where(fits, new_pages, 0)
     running = jnp.cumsum(wanted * tables.growing_groups, dtype=jnp.int32)
@@ -100,18 +102,18 @@ def blocks_short(tables: BlockTables, new_pages: Int32[Array, " B"]) -> Int32[Ar
     return jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) * tables.growing_groups - tables.pool.num_free, 0)
 
 
-def page_blocks(tables: BlockTables, slot: Int32[Array, ""]) -> Int32[Array, " {tables.growing_groups}*P"]:
-    """Blocks of one request, last page first, so that its first pages stay readable longest once freed."""
+def page_blocks(tables: BlockTables, slot: Int32[Array, ""]) -> Int32[Array, " M"]:
+    """Blocks of one request, last page first, so that its first pages stay readable longest once freed; M = (Gb + G) P."""
     columns = jnp.concatenate([tables.base[:, slot], tables.resident[:, slot]])
     return columns[:, ::-1].T.reshape(-1)
 
 
 def clear_slot(tables: BlockTables, slot: Int32[Array, ""]) -> BlockTables:
-    """Empties one slot's tables; the pool is the caller's business."""
+    """Empties the tables of `slot`, of none where it is B; what becomes of the blocks is the caller's business."""
     return tables.replace(
-        base=tables.base.at[:, slot].set(NULL_BLOCK),
-        resident=tables.resident.at[:, slot].set(NULL_BLOCK),
-        num_pages=tables.num_pages.at[slot].set(0),
+        base=tables.base.at[:, slot].set(NULL_BLOCK, mode="drop"),
+        resident=tables.resident.at[:, slot].set(NULL_BLOCK, mode="drop"),
+        num_pages=tables.num_pages.at[slot].set(0, mode="drop"),
     )
 
 
@@ -122,14 +124,6 @@ def free_request(tables: BlockTables, slot: Int32[Array, ""]) -> tuple[BlockTabl
     """
     batch = tables.num_pages.shape[0]
     real = (slot >= 0) & (slot < batch)
-    inside = jnp.where(real, slot, 0)
-    pool, status = free(tables.pool, jnp.where(real, page_blocks(tables, inside), NULL_BLOCK))
-    ok = real & (status == Status.OK)
-    target = jnp.where(ok, slot, batch)
-    tables = tables.replace(
-        pool=pool,
-        base=tables.base.at[:, target].set(NULL_BLOCK, mode="drop"),
-        resident=tables.resident.at[:, target].set(NULL_BLOCK, mode="drop"),
-        num_pages=tables.num_pages.at[target].set(0, mode="drop"),
-    )
+    pool, status = free(tables.pool, jnp.where(real, page_blocks(tables, jnp.where(real, slot, 0)), NULL_BLOCK))
+    tables = clear_slot(tables.replace(pool=pool), jnp.where(real & (status == Status.OK), slot, batch))
     return tables, jnp.where(real, status, Status.REFUSED).astype(jnp.int32)

@@ -283,6 +283,11 @@ class CacheConfig:
     def index_format(self) -> str:
         return self.index_keys or self.rows
 
+    @property
+    def chunk_pages(self) -> int:
+        """Most pages that one prefill chunk can add to a request, or seal."""
+        return -(-self.chunk_tokens // (C4 * self.page_entries)) + 1
+
     def hot_slots(self, model: ModelConfig) -> int:
         """Hot slots per request and layer; refuses a count that one transaction overflows."""
         need = self.query_rows * model.index_topk

@@ -17,7 +17,7 @@ from hisparse_jax.config import C128
 from hisparse_jax.layout import CacheLayout, Place
 from hisparse_jax.model.span import Span
 from hisparse_jax.rows import RowFormat
-from hisparse_jax.status import NULL_BLOCK
+from hisparse_jax.status import MISS, NULL_BLOCK
 from pallas_kernels.topk_select import topk_select
 
 
@@ -37,14 +37,17 @@ class Selection(struct.PyTreeNode):
         return cls(topk_select(scores, lengths, top_k), None)
 
 
-def block_of(
-    table: Int32[Array, "B P"], slots: Int32[Array, " R"], numbers: Int32[Array, "R E"], entries: int, real: Bool[Array, "R E"]
-) -> tuple[Int32[Array, "R E"], Int32[Array, "R E"]]:
-    """Block and slot of entries `numbers` (of which a page holds `entries`); block -1 where not `real` or not held."""
-    page = jnp.clip(numbers // entries, 0, table.shape[1] - 1)
-    block = table[slots[:, None], page]
-    held = real & (block != NULL_BLOCK) & (numbers // entries < table.shape[1])
-    return jnp.where(held, block, -1), numbers % entries
+def rows_of(
+    numbers: Int32[Array, "R *any"],
+    table: Int32[Array, "B P"],
+    span: Span,
+    page_entries: int,
+    row_step: int,
+    real: Bool[Array, "R *any"],
+) -> Int32[Array, "R *any"]:
+    """Row of each request's entries `numbers` by its block table; -1 where not `real` or no block stands."""
+    wanted = jnp.where(real, numbers, MISS)
+    return pages.entry_rows(wanted, table[span.slots], page_entries=page_entries, row_step=row_step)
 
 
 class EntryCache(struct.PyTreeNode):
@@ -71,13 +74,13 @@ class EntryCache(struct.PyTreeNode):
 
     def store_c128(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
         """Stores packed C128 entries `rows[R, E, row_bytes]` of `layer` where `real`."""
-        place = layout.c128_place(layer)
-        return self._store(place, layout.entry, layout.page_tokens // C128, self.base, rows, numbers, real, span)
+        place, entries = layout.c128_place(layer), layout.page_tokens // C128
+        return self._store(place, self.base, layout.entry, entries, entries, rows, numbers, real, span)
 
     def store_index(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
         """Stores packed index keys `rows[R, E, row_bytes]` of `layer` where `real`."""
-        place = layout.index_place(layer)
-        return self._store(place, layout.index, layout.page_entries, self.base, rows, numbers, real, span)
+        place, entries = layout.index_place(layer), layout.page_entries
+        return self._store(place, self.base, layout.index, entries, entries, rows, numbers, real, span)
 
     def read_index(
         self, layer: int, first_page: Int32[Array, ""], num_pages: int, span: Span, layout: CacheLayout
@@ -87,36 +90,45 @@ class EntryCache(struct.PyTreeNode):
         table = self.base[place.group][span.slots]
         table = jnp.pad(table, ((0, 0), (0, num_pages)), constant_values=NULL_BLOCK)
         blocks = jax.lax.dynamic_slice_in_dim(table, first_page, num_pages, axis=1)
-        return pages.read_pages(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset)
+        return pages.read_page_rows(
+            self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset
+        )
 
     def read_c128(
         self, layer: int, span: Span, layout: CacheLayout
     ) -> tuple[UInt8[Array, "R n row_bytes"], Bool[Array, "R T n"]]:
         """All C128 entries of each request, zero bytes past its newest, and which of them each token sees."""
         place = layout.c128_place(layer)
-        rows = pages.read_pages(
-            self.slab,
-            self.base[place.group][span.slots],
-            layout.entry,
-            page_entries=layout.page_tokens // C128,
-            offset=place.offset,
+        blocks = self.base[place.group][span.slots]
+        rows = pages.read_page_rows(
+            self.slab, blocks, layout.entry, page_entries=layout.page_tokens // C128, offset=place.offset
         )
         number = jnp.arange(rows.shape[1], dtype=jnp.int32)
         written = number[None, :] < ((span.start + span.count) // C128)[:, None]
         seen = number[None, None, :] < span.num_entries(C128)[..., None]
         return jnp.where(written[..., None], rows, 0), seen
 
+    def _store_resident(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
+        place = layout.resident_place(layer)
+        entries, step = layout.page_entries, layout.row_step
+        return self._store(place, self.resident, layout.entry, entries, step, rows, numbers, real, span)
+
     def _store(
-        self, place: Place, fmt: RowFormat, entries: int, tables: Array, rows, numbers, real, span: Span
+        self, place: Place, tables: Array, fmt: RowFormat, entries: int, row_step: int, rows, numbers, real, span: Span
     ) -> Self:
-        block, slot = block_of(tables[place.group], span.slots, numbers, entries, real)
+        where = rows_of(numbers, tables[place.group], span, entries, row_step, real).reshape(-1)
+        data = rows.reshape(-1, fmt.row_bytes)
         slab = pages.write_rows(
-            self.slab,
-            block.reshape(-1),
-            slot.reshape(-1),
-            rows.reshape(-1, rows.shape[-1]),
-            fmt,
-            page_entries=entries,
-            offset=place.offset,
+            self.slab, where, data, fmt, page_entries=entries, offset=place.offset, row_step=row_step
         )
         return self.replace(slab=slab)
+
+    def _read_c4(self, rows: Int32[Array, "R T K"], place: Place, layout: CacheLayout) -> UInt8[Array, "R T K row_bytes"]:
+        return pages.read_rows(
+            self.slab,
+            rows,
+            layout.entry,
+            page_entries=layout.page_entries,
+            offset=place.offset,
+            row_step=layout.row_step,
+        )

@@ -116,7 +116,7 @@ def check_groups(groups: Sequence[Group]) -> None:
         for spec in group.specs[1:]:
             if not may_share_group(group.specs[0], spec):
                 raise LayoutError(
-                    f"a {group.role} group mixes {_describe(group.specs[0])} with {_describe(spec)}; put them in groups of their own."
+                    f"a {group.role} group mixes {_describe(group.specs[0])} with {_describe(spec)}; put them in separate groups."
                 )
     source, resident, hot = (by_role.get(role, []) for role in ("source", "resident", "hot"))
     for group in hot:

@@ -21,8 +21,6 @@ from hisparse_jax.groups import Group, LayoutError, Place, Places, Tensor, check
 from hisparse_jax.rows import RowFormat, entry_format, index_format
 from hisparse_jax.specs import CacheSpec, HotSpec, ModelSpecs, Pool, ResidentSpec, cdiv, model_specs
 
-__all__ = ["CacheLayout", "LayoutError", "Place", "plan_layout", "index_layers", "steady_blocks"]
-
 TAIL_PAGES = 2
 """Newest pages of a request that are never lost: decode writes there."""
 
@@ -31,6 +29,9 @@ SPARE_HOST_BLOCKS = 2
 
 MAX_ROW = 2**31 - 1
 """Row ids are int32."""
+
+Units = tuple[tuple[tuple[int, CacheSpec], ...], ...]
+"""Hot units as `(layer, spec)` pairs: what a group takes whole."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,10 +156,11 @@ def plan_layout(model: ModelConfig, cache: CacheConfig, *, tiered: bool = True) 
     pages = specs.source[0][1].num_blocks(cache.max_model_len)
     num_hot_slots = cache.hot_slots(model)
     hot_pages = cdiv(num_hot_slots, cache.page_entries)
+    units = _hot_units(model, specs)
     if cache.rule == "base":
-        base, resident, stride = _base_rule(model, specs)
+        base, resident, stride = _base_rule(specs, units)
     else:
-        base, resident, stride = _searched_rule(model, specs, pages, hot_pages)
+        base, resident, stride = _searched_rule(specs, units, pages, hot_pages)
     host_page = sum(s.page_bytes for _, s in specs.source)
     gpu_blocks = _block_count("gpu", cache.gpu_blocks, cache.gpu_pool_bytes, stride)
     host_blocks = _block_count("host", cache.host_blocks, cache.host_pool_bytes, host_page) if tiered else 0
@@ -181,16 +183,15 @@ def steady_blocks(num_base: int, num_resident: int, pages: int, hot_pages: int) 
     return num_base * pages + num_resident * (min(pages, TAIL_PAGES) + hot_pages)
 
 
-def _base_rule(model: ModelConfig, specs: ModelSpecs) -> tuple[tuple[Places, ...], tuple[Places, ...], int]:
+def _base_rule(specs: ModelSpecs, units: Units) -> tuple[tuple[Places, ...], tuple[Places, ...], int]:
     base = tuple(_place(g, pairs) for g, pairs in enumerate(p for p in (specs.index, specs.c128) if p))
-    limit = sum(s.page_bytes for _, s in specs.index)
-    resident = _pack(model, specs, limit)
+    resident = _pack(units, sum(s.page_bytes for _, s in specs.index))
     page = math.lcm(*(s.page_bytes for _, s in specs.source))
     return base, resident, cdiv(max(_block_bytes(g) for g in base + resident), page) * page
 
 
 def _searched_rule(
-    model: ModelConfig, specs: ModelSpecs, pages: int, hot_pages: int
+    specs: ModelSpecs, units: Units, pages: int, hot_pages: int
 ) -> tuple[tuple[Places, ...], tuple[Places, ...], int]:
     """Every stride of m C4 pages that holds the base group; least `steady_blocks * stride`, on a tie the larger m."""
     base = (_place(0, specs.index + specs.c128),)
@@ -198,7 +199,7 @@ def _searched_rule(
     least = cdiv(_block_bytes(base[0]), page)
     best: tuple[int, tuple[Places, ...], int] | None = None
     for m in range(least, max(least, len(specs.source)) + 1):
-        resident, stride = _pack(model, specs, m * page), m * page
+        resident, stride = _pack(units, m * page), m * page
         if max(_block_bytes(g) for g in resident) > stride:
             continue  # leader and followers share a group, and this stride is too small for them
         cost = steady_blocks(1, len(resident), pages, hot_pages) * stride
@@ -208,16 +209,25 @@ def _searched_rule(
     return base, best[1], best[2]
 
 
-def _pack(model: ModelConfig, specs: ModelSpecs, limit: int) -> tuple[Places, ...]:
-    """Greedy: a hot unit (a leader and its followers, never split) joins the open group while that stays within `limit`."""
+def _hot_units(model: ModelConfig, specs: ModelSpecs) -> Units:
+    """A leader and its followers each, in model order."""
     units: dict[int, list[tuple[int, CacheSpec]]] = {}
     for layer, spec in specs.source:
         units.setdefault(model.leader_of(layer), []).append((layer, spec))
+    return tuple(tuple(unit) for unit in units.values())
+
+
+def _pack(units: Units, limit: int) -> tuple[Places, ...]:
+    """Greedy: a hot unit, never split, joins the open group while that stays within `limit` bytes."""
     groups: list[list[tuple[int, CacheSpec]]] = [[]]
-    for unit in units.values():
-        if groups[-1] and sum(s.page_bytes for _, s in groups[-1] + unit) > limit:
+    used = 0
+    for unit in units:
+        unit_bytes = sum(s.page_bytes for _, s in unit)
+        if groups[-1] and used + unit_bytes > limit:
             groups.append([])
+            used = 0
         groups[-1] += unit
+        used += unit_bytes
     return tuple(_place(g, pairs) for g, pairs in enumerate(groups))
 
 
@@ -263,8 +273,8 @@ def _check_counts(layout: CacheLayout, tiered: bool) -> None:
     need = layout.max_pages + SPARE_HOST_BLOCKS
     if tiered and host < need:
         raise LayoutError(
-            f"the host pool has {host} blocks, max_model_len={cache.max_model_len} needs {need} ({layout.max_pages} pages, the null "
-            f"block, a copy-on-write tail); raise host_pool_bytes to {need * layout.host_page:,} (or host_blocks to {need}), "
+            f"the host pool has {host} blocks, max_model_len={cache.max_model_len} needs {need} ({layout.max_pages} pages, the "
+            f"null block, a copy-on-write tail); raise host_pool_bytes to {need * layout.host_page:,} (or host_blocks to {need}) "
             "or lower max_model_len."
         )
     for pool, blocks, rows in (("gpu", gpu, layout.row_step), ("host", host, layout.page_entries)):

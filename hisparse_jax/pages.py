@@ -1,86 +1,74 @@
-"""Rows and pages of the slab, by block and slot: the device-side access that both twins share.
+"""Rows and pages on the slab, read and written with plain XLA ops: what both twins use.
 
-A block is one row of `slab[N, stride]`; a layer's page starts `offset` bytes into it. Row `slot` of a page of `n` rows has its
-values at `value_bytes * slot` and its scales at `value_bytes * n + scale_bytes * slot`. Every access is a window `(block,
-byte)`, so no index passes int32 however large the slab is.
+A **row number** names a (block, slot) pair: `row = block * row_step + slot`, with slots `0 ... page_entries - 1`. Which
+page of the block is meant is said apart, by `offset`, its first byte. `row_step` is only how pairs are numbered, any
+number from `page_entries` on: `CacheLayout.row_step` for C4 entries, where resident and hot rows then are FlashMLA's row
+numbers relative to the layer, and `page_entries` of the page itself for index keys and C128 entries, whose pages do not
+tile the stride. -1 is no row. Bytes that no row names are never returned: such rows are zeros.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt8
 
 from hisparse_jax.rows import RowFormat
-from hisparse_jax.status import NULL_BLOCK
-
-_GATHER = jax.lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(0,), start_index_map=(0, 1))
-_SCATTER = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(1,), inserted_window_dims=(0,), scatter_dims_to_operand_dims=(0, 1)
-)
+from hisparse_jax.status import MISS, NULL_BLOCK
+from pallas_kernels.windows import read_windows, row_parts, write_windows
 
 
-def _read_windows(slab: UInt8[Array, "N stride"], block: Int32[Array, "..."], byte: Int32[Array, "..."], size: int):
-    index = jnp.stack([block.reshape(-1), byte.reshape(-1)], axis=-1)
-    out = jax.lax.gather(slab, index, _GATHER, (1, size), mode=jax.lax.GatherScatterMode.CLIP)
-    return out.reshape(*block.shape, size)
+def entry_rows(
+    entries: Int32[Array, "B *any"], tables: Int32[Array, "B P"], *, page_entries: int, row_step: int
+) -> Int32[Array, "B *any"]:
+    """Row of each entry of request b by its block table; -1 for entries below 0, beyond the table or on a null page.
 
-
-def _write_windows(slab: UInt8[Array, "N stride"], block: Int32[Array, " M"], byte: Int32[Array, " M"], data: Array):
-    block = jnp.where(block < 0, slab.shape[0], block)  # out of bounds: dropped
-    index = jnp.stack([block, byte], axis=-1)
-    return jax.lax.scatter(
-        slab, index, data, _SCATTER, mode=jax.lax.GatherScatterMode.FILL_OR_DROP, unique_indices=True
-    )
+    With a host table and `row_step = page_entries` these are host rows. No bound on the request's length is applied.
+    """
+    flat = entries.reshape(entries.shape[0], -1)
+    page, slot = flat // page_entries, flat % page_entries
+    known = (flat >= 0) & (page < tables.shape[1])
+    block = jnp.take_along_axis(tables, jnp.where(known, page, 0), axis=1)
+    rows = jnp.where(known & (block > NULL_BLOCK), block * row_step + slot, MISS)
+    return rows.reshape(entries.shape)
 
 
 def read_rows(
     slab: UInt8[Array, "N stride"],
-    block: Int32[Array, "..."],
-    slot: Int32[Array, "..."],
+    rows: Int32[Array, "*rows"],
     fmt: RowFormat,
     *,
     page_entries: int,
     offset: int,
-) -> UInt8[Array, "... row_bytes"]:
-    """Packed rows; zero bytes where `block` is negative, whatever stands in memory."""
-    safe = jnp.maximum(block, 0)
-    parts = [_read_windows(slab, safe, offset + fmt.value_bytes * slot, fmt.value_bytes)]
-    if fmt.scale_bytes:
-        start = offset + fmt.value_bytes * page_entries
-        parts.append(_read_windows(slab, safe, start + fmt.scale_bytes * slot, fmt.scale_bytes))
-    return jnp.where((block >= 0)[..., None], jnp.concatenate(parts, axis=-1), 0)
+    row_step: int,
+) -> UInt8[Array, "*rows row_bytes"]:
+    """Packed rows: values, then scales. Zeros where a row is -1 or beyond the slab."""
+    block = jnp.where(rows >= 0, rows // row_step, slab.shape[0])
+    slot = rows % row_step
+    parts = row_parts(fmt.value_bytes, fmt.scale_bytes, page_entries)
+    return jnp.concatenate([read_windows(slab, block, offset + base + width * slot, width) for _, base, width in parts], axis=-1)
 
 
 def write_rows(
     slab: UInt8[Array, "N stride"],
-    block: Int32[Array, " M"],
-    slot: Int32[Array, " M"],
-    rows: UInt8[Array, "M row_bytes"],
+    rows: Int32[Array, " M"],
+    data: UInt8[Array, "M row_bytes"],
     fmt: RowFormat,
     *,
     page_entries: int,
     offset: int,
+    row_step: int,
 ) -> UInt8[Array, "N stride"]:
-    """Stores packed rows at distinct places; nothing where `block` is negative. In place when donated."""
-    slab = _write_windows(slab, block, offset + fmt.value_bytes * slot, rows[:, : fmt.value_bytes])
-    if not fmt.scale_bytes:
-        return slab
-    start = offset + fmt.value_bytes * page_entries
-    return _write_windows(slab, block, start + fmt.scale_bytes * slot, rows[:, fmt.value_bytes :])
+    """Writes packed rows, in place when the slab is donated. Skips rows of -1 or beyond the slab; the others are distinct."""
+    block = jnp.where(rows >= 0, rows // row_step, slab.shape[0])
+    slot = rows % row_step
+    for start, base, width in row_parts(fmt.value_bytes, fmt.scale_bytes, page_entries):
+        slab = write_windows(slab, block, offset + base + width * slot, data[:, start : start + width])
+    return slab
 
 
-def read_pages(
-    slab: UInt8[Array, "N stride"],
-    blocks: Int32[Array, "R P"],
-    fmt: RowFormat,
-    *,
-    page_entries: int,
-    offset: int,
-) -> UInt8[Array, "R PE row_bytes"]:
-    """All rows of whole pages, page after page; zero bytes where a block is null."""
-    page = _read_windows(slab, blocks, jnp.full_like(blocks, offset), fmt.row_bytes * page_entries)
-    page = jnp.where((blocks != NULL_BLOCK)[..., None], page, 0)
-    middle = fmt.value_bytes * page_entries
-    values = page[..., :middle].reshape(*blocks.shape, page_entries, fmt.value_bytes)
-    scales = page[..., middle:].reshape(*blocks.shape, page_entries, fmt.scale_bytes)
-    rows = jnp.concatenate([values, scales], axis=-1)
-    return rows.reshape(blocks.shape[0], -1, fmt.row_bytes)
+def read_page_rows(
+    slab: UInt8[Array, "N stride"], blocks: Int32[Array, "*batch P"], fmt: RowFormat, *, page_entries: int, offset: int
+) -> UInt8[Array, "*batch rows row_bytes"]:
+    """All packed rows of whole pages, page after page: `rows = P * page_entries`. Null or unknown blocks give zeros."""
+    block = jnp.where(blocks > NULL_BLOCK, blocks, slab.shape[0])
+    pages = read_windows(slab, block, jnp.full_like(block, offset), fmt.page_bytes(page_entries))
+    rows = fmt.split_page(pages, page_entries)
+    return rows.reshape(*blocks.shape[:-1], -1, fmt.row_bytes)

@@ -1,6 +1,7 @@
 """Prompts on their way in: checked before anything changes, cut into chunks of one compiled size, given a slot."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,24 @@ from jaxtyping import Array, Int32
 
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.sequences import Sequences
+
+
+class PrefillOutput(NamedTuple):
+    """What a prefill gave, on the host, for the tokens it computed.
+
+    logits: f32[T, V] of every position, or f32[1, V] of the last; None where no token was computed.
+    indices: i32[L4, T, K] entries selected by each C4 layer, ascending, then -1; None likewise.
+    """
+
+    logits: np.ndarray | None
+    indices: np.ndarray | None
+
+    @classmethod
+    def of(cls, logits: list[Array], indices: list[Array], *, all_logits: bool) -> "PrefillOutput":
+        if not logits:
+            return cls(None, None)
+        kept = logits if all_logits else logits[-1:]
+        return cls(np.concatenate([np.asarray(x) for x in kept]), np.concatenate([np.asarray(x) for x in indices], axis=1))
 
 
 class PromptError(ValueError):
@@ -33,9 +52,11 @@ def check_prompt(prompt: Sequence[int], layout: CacheLayout, max_new_tokens: int
         raise PromptError(f"token id {bad[0]} is outside the vocabulary 0..{layout.model.vocab_size - 1}.")
 
 
-def chunk_schedule(length: int, chunk_tokens: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
-    """`(begin, count)` of each chunk. `chunks` lists their lengths; the rest of the prompt follows in full chunks."""
-    wanted, begin = iter(chunks or ()), 0
+def chunk_schedule(
+    begin: int, length: int, chunk_tokens: int, chunks: Sequence[int] | None = None
+) -> Iterator[tuple[int, int]]:
+    """`(begin, count)` of each chunk of tokens `begin..length-1`. `chunks` lists the first lengths; full chunks follow."""
+    wanted = iter(chunks or ())
     while begin < length:
         count = min(next(wanted, chunk_tokens), length - begin)
         if not 1 <= count <= chunk_tokens:
@@ -74,3 +95,9 @@ def admit_sequence(
         running=jnp.bool_(False),
     )
     return jax.tree.map(lambda old, value: old.at[slot].set(value), sequences, new)
+
+
+def start_running(sequences: Sequences, slot: int) -> Sequences:
+    """Lets a prefilled request take part in decode, unless it has nothing left to compute."""
+    more = (sequences.length[slot] < sequences.limit[slot]) & (sequences.token[slot] != sequences.stop_token[slot])
+    return sequences.replace(running=sequences.running.at[slot].set(more))

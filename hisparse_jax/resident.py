@@ -8,20 +8,18 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
-from hisparse_jax import pages
 from hisparse_jax.block_tables import BlockTables, append_pages, free_request, init_tables
-from hisparse_jax.entries import EntryCache, Selection, block_of
+from hisparse_jax.entries import EntryCache, Selection, rows_of
 from hisparse_jax.layer_state import LayerState, init_layer_states
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.span import Span
-from hisparse_jax.prompts import admit_sequence, check_prompt, chunk_schedule, pad_chunk
+from hisparse_jax.prompts import PrefillOutput, admit_sequence, check_prompt, chunk_schedule, pad_chunk, start_running
 from hisparse_jax.sequences import Sequences, init_sequences
-from hisparse_jax.status import Status, raise_for_status
+from hisparse_jax.status import Status
 from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
 
 
@@ -29,24 +27,14 @@ class ResidentEntries(EntryCache):
     """C4 entries in the slab, found through the block table alone."""
 
     def store_c4(self, layer, rows, numbers, real, span: Span, layout: CacheLayout):
-        place = layout.resident_place(layer)
-        return self._store(place, layout.entry, layout.page_entries, self.resident, rows, numbers, real, span)
+        return self._store_resident(layer, rows, numbers, real, span, layout)
 
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, picked = layout.resident_place(layer), selection.indices
-        shape = picked.shape
-        block, slot = block_of(
-            self.resident[place.group], span.slots, picked.reshape(shape[0], -1), layout.page_entries, (picked >= 0).reshape(shape[0], -1)
+        rows = rows_of(
+            picked, self.resident[place.group], span, layout.page_entries, layout.row_step, picked >= 0
         )
-        rows = pages.read_rows(
-            self.slab,
-            block.reshape(shape),
-            slot.reshape(shape),
-            layout.entry,
-            page_entries=layout.page_entries,
-            offset=place.offset,
-        )
-        return rows, self, selection
+        return self._read_c4(rows, place, layout), self, selection
 
 
 class ResidentState(struct.PyTreeNode):
@@ -79,6 +67,19 @@ def _pages_for(state: ResidentState, tokens: Int32[Array, " B"], layout: CacheLa
     return jnp.maximum(-(-tokens // layout.page_tokens) - state.tables.num_pages, 0)
 
 
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def prepare_chunk(
+    state: ResidentState, slot: Int32[Array, ""], count: Int32[Array, ""], *, layout: CacheLayout
+) -> tuple[ResidentState, Int32[Array, ""]]:
+    """Takes the pages that `count` more tokens of a request need: `(state, status)`."""
+    traces["resident.prepare_chunk"] += 1
+    target = jnp.zeros(layout.cache.max_requests, jnp.int32).at[slot].set(state.sequences.length[slot] + count)
+    tables, _, status = append_pages(
+        state.tables, _pages_for(state, target, layout), max_new_pages=layout.cache.chunk_pages
+    )
+    return state.replace(tables=tables), status[slot]
+
+
 @functools.partial(jax.jit, static_argnames=("layout", "all_logits"), donate_argnames="state")
 def prefill_chunk(
     model: DeepseekV4,
@@ -90,23 +91,12 @@ def prefill_chunk(
     layout: CacheLayout,
     all_logits: bool = False,
 ):
-    """Takes the pages `count` more tokens of a request need and prefills them: `(state, logits, indices, status)`."""
+    """Prefills `count` tokens of a request whose pages are there: `(state, logits, indices)`."""
     traces["resident.prefill_chunk"] += 1
-    batch = layout.cache.max_requests
-    ask = jnp.zeros(batch, jnp.int32).at[slot].set(state.sequences.length[slot] + count)
-    tables, _, status = append_pages(
-        state.tables, _pages_for(state, ask, layout), max_new_pages=chunk_pages(layout)
-    )
-    state = state.replace(tables=tables)
     sequences, layers, cache, logits, indices = compute_chunk(
         model, state.sequences, state.layers, _entries(state), tokens, slot, count, layout, all_logits=all_logits
     )
-    return state.replace(sequences=sequences, layers=layers, slab=cache.slab), logits, indices, status[slot]
-
-
-def chunk_pages(layout: CacheLayout) -> int:
-    """Most pages one chunk can add to a request."""
-    return -(-layout.cache.chunk_tokens // layout.page_tokens) + 1
+    return state.replace(sequences=sequences, layers=layers, slab=cache.slab), logits, indices
 
 
 def admit(state: ResidentState, slot: int, prompt: Sequence[int], *, layout: CacheLayout, max_new_tokens: int, **options):
@@ -126,24 +116,25 @@ def prefill(
     layout: CacheLayout,
     chunks: Sequence[int] | None = None,
     all_logits: bool = False,
-):
-    """Prefills an admitted prompt chunk by chunk, and lets the request run.
+) -> tuple[ResidentState, PrefillOutput, Status]:
+    """Prefills what an admitted request still lacks of its prompt, chunk by chunk, and lets it run.
 
-    `chunks` are the chunks' lengths (default: as long as compiled). Returns `(state, logits, indices)`: logits of every
-    prompt position `f32[T, V]` (`all_logits`) or of the last `f32[1, V]`, and the C4 selections `i32[L4, T, K]`.
+    `chunks` are the chunks' lengths (default: as long as compiled). Where blocks are short the status says so, the request
+    stays at the chunk it reached, and a later call goes on from there.
     """
-    logits, indices = [], []
-    for begin, count in chunk_schedule(len(prompt), layout.cache.chunk_tokens, chunks):
+    logits, indices, at = [], [], jnp.int32(slot)
+    for begin, count in chunk_schedule(int(state.sequences.length[slot]), len(prompt), layout.cache.chunk_tokens, chunks):
+        state, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
+        if (status := Status(int(status))) != Status.OK:
+            return state, PrefillOutput.of(logits, indices, all_logits=all_logits), status
         tokens = pad_chunk(prompt, begin, count, layout.cache.chunk_tokens)
-        state, chunk_logits, picked, status = prefill_chunk(
-            model, state, tokens, jnp.int32(slot), jnp.int32(count), layout=layout, all_logits=all_logits
+        state, chunk_logits, picked = prefill_chunk(
+            model, state, tokens, at, jnp.int32(count), layout=layout, all_logits=all_logits
         )
-        raise_for_status(status, f"prefill of slot {slot} at token {begin}")
-        logits.append(np.array(chunk_logits[:count] if all_logits else chunk_logits))
-        indices.append(np.array(picked[:, :count]))
-    running = state.sequences.running.at[slot].set(True)
-    state = state.replace(sequences=state.sequences.replace(running=running))
-    return state, np.concatenate(logits) if all_logits else logits[-1], np.concatenate(indices, axis=1)
+        logits.append(chunk_logits[:count] if all_logits else chunk_logits)
+        indices.append(picked[:, :count])
+    state = state.replace(sequences=start_running(state.sequences, slot))
+    return state, PrefillOutput.of(logits, indices, all_logits=all_logits), Status.OK
 
 
 @functools.partial(

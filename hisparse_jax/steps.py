@@ -27,11 +27,13 @@ class DecodeOutput(struct.PyTreeNode):
     tokens: i32[B, S]               the token sampled in the step; -1 where the request did not take part.
     logits: f32[B, S, V] or None    its logits; rows of steps not taken are zeros.
     indices: i32[L4, B, S, K] or None   entries selected by each C4 layer; -1 where the request did not take part.
+    counts: i32[L4, B, 5] or None   what became of the selected entries (`tiered.COUNT_NAMES`), all steps together.
     """
 
     tokens: Int32[Array, "B S"]
     logits: Float32[Array, "B S V"] | None
     indices: Int32[Array, "L4 B S K"] | None
+    counts: Int32[Array, "L4 B 5"] | None = None
 
 
 def init_output(layout: CacheLayout, max_steps: int, *, logits: bool, indices: bool) -> DecodeOutput:

@@ -60,16 +60,16 @@ def score_entries(
     `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. The scores are a border: selection reads
     exactly these numbers in both twins.
     """
-    pages_a_block = min(num_pages, max(1, SCORE_BLOCK // page_entries))
-    blocks = -(-num_pages // pages_a_block)
+    block_pages = min(num_pages, max(1, SCORE_BLOCK // page_entries))
+    blocks = -(-num_pages // block_pages)
 
     def block(first_page):
-        keys, scale = index.unpack_scaled(border(read_keys(first_page, pages_a_block)))
+        keys, scale = index.unpack_scaled(border(read_keys(first_page, block_pages)))
         dots = jax.nn.relu(contract("rthd,rnd->rthn", queries, keys))
         return contract("rth,rthn->rtn", weights, dots) * scale[:, None, :]
 
     if blocks == 1:
         return border(block(jnp.int32(0)))
-    scored = jax.lax.map(block, jnp.arange(blocks, dtype=jnp.int32) * pages_a_block)
+    scored = jax.lax.map(block, jnp.arange(blocks, dtype=jnp.int32) * block_pages)
     scored = jnp.moveaxis(scored, 0, 2).reshape(*scored.shape[1:3], -1)
     return border(scored[..., : num_pages * page_entries])

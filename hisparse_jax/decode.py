@@ -1,0 +1,292 @@
+"""Prefill and decode through the tiers; `resident` is the twin with the same signatures.
+
+Between stretches of steps `room.make_room` grows requests and gives pages up; a stretch itself allocates nothing. Prefill backs
+pages up through the FFI call: the program of a chunk forks the backup of the pages that the chunk before it sealed,
+computes, and joins; those pages are leased meanwhile, so nothing writes or gives them up.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32
+
+from hisparse_jax import coordinator, ffi, spill
+from hisparse_jax.hot_map import reset_requests
+from hisparse_jax.layout import CacheLayout
+from hisparse_jax.model.blocks import DeepseekV4
+from hisparse_jax.model.numerics import border
+from hisparse_jax.prompts import PrefillOutput, admit_sequence, check_prompt, chunk_schedule, pad_chunk, start_running
+from hisparse_jax.room import make_room, new_pages_for
+from hisparse_jax.spill import SpillPlan
+from hisparse_jax.state import TieredState
+from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
+from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
+from hisparse_jax.tiered import StagedEntries, TieredEntries
+
+PageIds = tuple[Int32[Array, " M"], ...]
+
+
+def admit(state: TieredState, slot: int, prompt: Sequence[int], *, layout: CacheLayout, max_new_tokens: int, **options) -> TieredState:
+    """Takes `slot` and a host page for every page of the prompt, or raises and takes nothing.
+
+    Options: `seed`, `temperature`, `stop_token`. Raises `PromptError` for bad input, `TierError` where host pages are short.
+    """
+    check_prompt(prompt, layout, max_new_tokens)
+    sequences = admit_sequence(state.sequences, slot, len(prompt) + max_new_tokens, **options)
+    ledger, status = _admit(state.ledger, jnp.int32(slot), jnp.int32(layout.num_pages(len(prompt))))
+    raise_for_status(status, f"admission to slot {slot}")
+    mask = jnp.arange(layout.cache.max_requests) == slot
+    return state.replace(
+        sequences=sequences,
+        ledger=ledger,
+        hot_maps=tuple(reset_requests(m, mask) for m in state.hot_maps),
+        traffic=jax.tree.map(lambda x: x.at[slot].set(0), state.traffic),
+    )
+
+
+_admit = jax.jit(coordinator.admit)
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def prepare_chunk(
+    state: TieredState, slot: Int32[Array, ""], count: Int32[Array, ""], *, layout: CacheLayout
+) -> tuple[TieredState, SpillPlan, Int32[Array, ""]]:
+    """Makes room for `count` more tokens of a request and leases the pages they will seal: `(state, backup, status)`."""
+    traces["decode.prepare_chunk"] += 1
+    batch = layout.cache.max_requests
+    target = jnp.zeros(batch, jnp.int32).at[slot].set(state.sequences.length[slot] + count)
+    state, granted, status = make_room(
+        state, new_pages_for(state, target, layout), layout, max_new_pages=layout.cache.chunk_pages
+    )
+    sealed = jnp.where(granted, target // layout.page_tokens, 0)
+    ledger, plan = _plan_backup(state, slot, sealed[slot], layout)
+    return state.replace(ledger=ledger), plan, status[slot]
+
+
+def _plan_backup(state: TieredState, slot, num_pages, layout: CacheLayout):
+    """Plans the copies of pages 0..num_pages-1 that have no complete or pending host copy."""
+    ledger = state.ledger
+    page = jnp.arange(layout.max_pages)[None, :]
+    mine = (jnp.arange(layout.cache.max_requests) == slot)[:, None]
+    wanted = mine & (page < num_pages) & ~ledger.valid
+    return spill.plan_spill(ledger, wanted, release_after=False, max_pages=layout.cache.chunk_pages)
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def plan_tail_backup(
+    state: TieredState, slot: Int32[Array, ""], *, layout: CacheLayout
+) -> tuple[TieredState, SpillPlan]:
+    """Leases the prompt's last, partly filled page: write-through keeps its host copy complete from here on."""
+    pages = -(-state.sequences.length[slot] // layout.page_tokens)
+    ledger, plan = _plan_backup(state, slot, pages, layout)
+    return state.replace(ledger=ledger), plan
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "all_logits"), donate_argnames="state")
+def prefill_chunk(
+    model: DeepseekV4,
+    state: TieredState,
+    tokens: Int32[Array, " C"],
+    slot: Int32[Array, ""],
+    count: Int32[Array, ""],
+    source: PageIds,
+    dest: Int32[Array, " M"],
+    *,
+    layout: CacheLayout,
+    all_logits: bool = False,
+):
+    """Prefills `count` tokens of a request while pages `source` are copied to host blocks `dest`.
+
+    `source` (slab blocks, an array per group) and `dest` live in pinned host memory; 0 copies nothing. Returns
+    `(state, logits, indices)`.
+    """
+    traces["decode.prefill_chunk"] += 1
+    pools, slab = _each_layer(ffi.fork_backup, state, layout, source, dest)
+    cache = StagedEntries(
+        slab=slab,
+        base=state.ledger.tables.base,
+        resident=state.ledger.tables.resident,
+        pools=pools,
+        host=state.ledger.host_table,
+        traffic=state.traffic,
+        homeless=state.homeless,
+    )
+    sequences, layers, cache, logits, indices = compute_chunk(
+        model, state.sequences, state.layers, cache, tokens, slot, count, layout, all_logits=all_logits
+    )
+    slab, pools, logits = border((cache.slab, cache.pools, logits))
+    for i, layer in enumerate(layout.model.c4_layers):
+        pool, slab = ffi.join_backup(pools[i], slab, layer=f"layer {layer}")
+        pools = (*pools[:i], pool, *pools[i + 1 :])
+    state = state.replace(
+        sequences=sequences, layers=layers, slab=slab, pools=pools, traffic=cache.traffic, homeless=cache.homeless
+    )
+    return state, logits, indices
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def backup(state: TieredState, source: PageIds, dest: Int32[Array, " M"], *, layout: CacheLayout) -> TieredState:
+    """Copies pages to the host, nothing beside it; operands as in `prefill_chunk`."""
+    pools, slab = _each_layer(ffi.backup_pages, state, layout, source, dest)
+    return state.replace(pools=pools, slab=slab)
+
+
+def _each_layer(call, state: TieredState, layout: CacheLayout, source: PageIds, dest: Int32[Array, " M"]):
+    """Runs a page copy for every C4 layer: its own pool, its group's source blocks."""
+    slab, pools = state.slab, []
+    for pool, layer in zip(state.pools, layout.model.c4_layers, strict=True):
+        place = layout.resident_place(layer)
+        pool, slab = call(pool, slab, source[place.group], dest, offset=place.offset, layer=f"layer {layer}")
+        pools.append(pool)
+    return tuple(pools), slab
+
+
+@functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def commit_backup(state: TieredState, plan: SpillPlan, *, layout: CacheLayout) -> TieredState:
+    """Ends the leases of a backup that an earlier dispatch carried out, and marks its pages valid."""
+    ledger = spill.commit_completed(spill.commit_enqueued(state.ledger, plan), plan)
+    request = jnp.where(plan.host > 0, plan.request, layout.cache.max_requests)
+    copied = state.traffic.copied_pages.at[request].add(len(layout.model.c4_layers), mode="drop")
+    return state.replace(ledger=ledger, traffic=state.traffic.replace(copied_pages=copied))
+
+
+def prefill(
+    model: DeepseekV4,
+    state: TieredState,
+    slot: int,
+    prompt: Sequence[int],
+    *,
+    layout: CacheLayout,
+    chunks: Sequence[int] | None = None,
+    all_logits: bool = False,
+) -> tuple[TieredState, PrefillOutput, Status]:
+    """Prefills what an admitted request still lacks of its prompt, chunk by chunk, and lets it run.
+
+    `chunks` are the chunks' lengths (default: as long as compiled). Where blocks are short, even with the request's own
+    history on the host, the status says so, the request stays at the chunk it reached, and a later call goes on from there.
+    """
+    logits, indices, at = [], [], jnp.int32(slot)
+    pending = None
+    for begin, count in chunk_schedule(int(state.sequences.length[slot]), len(prompt), layout.cache.chunk_tokens, chunks):
+        state, plan, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
+        if int(status) == Status.OUT_OF_BLOCKS and pending is not None:  # leased pages may go once they are copied
+            state, pending = _flush(state, pending, layout), None
+            state, plan, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
+        if (status := Status(int(status))) != Status.OK:
+            state = _flush(state, pending, layout)
+            return state, PrefillOutput.of(logits, indices, all_logits=all_logits), status
+        state, chunk_logits, picked = prefill_chunk(
+            model,
+            state,
+            pad_chunk(prompt, begin, count, layout.cache.chunk_tokens),
+            at,
+            jnp.int32(count),
+            *_page_ids(pending, layout),
+            layout=layout,
+            all_logits=all_logits,
+        )
+        if pending is not None:
+            state = commit_backup(state, pending, layout=layout)
+        pending = plan
+        logits.append(chunk_logits[:count] if all_logits else chunk_logits)
+        indices.append(picked[:, :count])
+    state = _flush(state, pending, layout)
+    if layout.cache.backup == "write_through":
+        state, tail = plan_tail_backup(state, at, layout=layout)
+        state = _flush(state, tail, layout)
+    state = state.replace(sequences=start_running(state.sequences, slot))
+    return state, PrefillOutput.of(logits, indices, all_logits=all_logits), Status.OK
+
+
+def _page_ids(plan: SpillPlan | None, layout: CacheLayout):
+    if plan is None:
+        none = ffi.pinned_ids(np.full(layout.cache.chunk_pages, NULL_BLOCK, np.int32))
+        return (none,) * layout.num_resident_groups, none
+    return tuple(ffi.pinned_ids(blocks) for blocks in np.asarray(plan.source)), ffi.pinned_ids(np.asarray(plan.host))
+
+
+def _flush(state: TieredState, plan: SpillPlan | None, layout: CacheLayout) -> TieredState:
+    if plan is None:
+        return state
+    return commit_backup(backup(state, *_page_ids(plan, layout), layout=layout), plan, layout=layout)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("layout", "max_steps", "return_logits", "return_indices", "metrics"),
+    donate_argnames="state",
+)
+def decode_steps(
+    model: DeepseekV4,
+    state: TieredState,
+    num_steps: Int32[Array, ""],
+    forced: Int32[Array, "B S"] | None = None,
+    *,
+    layout: CacheLayout,
+    max_steps: int,
+    return_logits: bool = False,
+    return_indices: bool = False,
+    metrics: bool = True,
+) -> tuple[TieredState, DecodeOutput, Int32[Array, " B"]]:
+    """Decodes `num_steps <= max_steps` steps of every running request in one dispatch.
+
+    Returns `(state, output, status i32[B])`: a status other than OK names a request that lacked a page on the GPU or the
+    host and was left out of the stretches it could not grow for; call again once there is room.
+    """
+    traces["decode.decode_steps"] += 1
+    batch, most = layout.cache.max_requests, layout.cache.stretch_steps
+    forced = jnp.full((batch, max_steps), -1, jnp.int32) if forced is None else forced
+    output = init_output(layout, max_steps, logits=return_logits, indices=return_indices)
+    num_steps = jnp.minimum(num_steps, max_steps)
+    counts = jnp.zeros((len(state.pools), batch, 5), jnp.int32) if metrics else None
+
+    def stretch(i, carry):
+        state, output, counts, _ = carry
+        count = jnp.minimum(most, num_steps - i * most)
+        seq = state.sequences
+        target = jnp.where(seq.running, jnp.minimum(seq.length + count, seq.limit), 0)
+        state, granted, status = make_room(state, new_pages_for(state, target, layout), layout, max_new_pages=1)
+        ledger = state.ledger
+        cache = TieredEntries(
+            slab=state.slab,
+            base=ledger.tables.base,
+            resident=ledger.tables.resident,
+            pools=state.pools,
+            host=ledger.host_table,
+            traffic=state.traffic,
+            hot=ledger.hot,
+            hot_maps=state.hot_maps,
+            counts=counts,
+            homeless=state.homeless,
+        )
+        sequences, layers, cache, output = decode_stretch(
+            model, seq, state.layers, cache, output, granted, forced, i * most, count, layout
+        )
+        state = state.replace(
+            sequences=sequences,
+            layers=layers,
+            slab=cache.slab,
+            pools=cache.pools,
+            hot_maps=cache.hot_maps,
+            traffic=cache.traffic,
+            homeless=cache.homeless,
+        )
+        return state, output, cache.counts, status
+
+    state, output, counts, status = jax.lax.fori_loop(
+        0, -(-num_steps // most), stretch, (state, output, counts, jnp.full(batch, Status.OK, jnp.int32))
+    )
+    return state, output.replace(counts=counts), status
+
+
+@functools.partial(jax.jit, donate_argnames="state")
+def finish(state: TieredState, slot: Int32[Array, ""]) -> tuple[TieredState, Int32[Array, ""]]:
+    """Ends a request and gives its blocks back in both tiers: `(state, status)`."""
+    ledger, status = coordinator.finish(state.ledger, slot)
+    mask = jnp.arange(state.sequences.running.shape[0]) == slot
+    sequences = state.sequences.replace(running=state.sequences.running & ~mask)
+    maps = tuple(reset_requests(m, mask) for m in state.hot_maps)
+    return state.replace(ledger=ledger, sequences=sequences, hot_maps=maps), status

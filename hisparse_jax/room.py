@@ -1,0 +1,66 @@
+"""Room for the next stretch: requests grow, and history leaves the GPU where the pool is short of blocks.
+
+Runs inside the jitted call, at the head of a stretch of steps or of a prefill chunk. The decision is the coordinator's; what it
+plans to copy is copied here, in program order, so a plan is committed as soon as its copies stand in the program.
+"""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from hisparse_jax import coordinator, reclaim, spill, transfer
+from hisparse_jax.block_tables import blocks_short
+from hisparse_jax.hot_map import forget_host_blocks
+from hisparse_jax.layout import CacheLayout
+from hisparse_jax.model.numerics import border
+from hisparse_jax.spill import SpillPlan
+from hisparse_jax.state import TieredState
+
+
+def new_pages_for(state: TieredState, tokens: Int32[Array, " B"], layout: CacheLayout) -> Int32[Array, " B"]:
+    """Pages each request lacks to hold so many tokens."""
+    return jnp.maximum(-(-tokens // layout.page_tokens) - state.ledger.tables.num_pages, 0)
+
+
+def make_room(
+    state: TieredState, new_pages: Int32[Array, " B"], layout: CacheLayout, *, max_new_pages: int
+) -> tuple[TieredState, Bool[Array, " B"], Int32[Array, " B"]]:
+    """Gives each request `new_pages` more pages, all or none: `(state, granted, status)`.
+
+    `reclaim="base"`: history goes to the host only as far as blocks are short. `"eager"`: every page that may go, goes.
+    """
+    ledger, running = state.ledger, state.sequences.running
+    if layout.cache.backup == "write_through":
+        sealed = jnp.where(running, state.sequences.length // layout.page_tokens, 0)
+        ledger = coordinator.seal(ledger, sealed)
+    if layout.cache.reclaim == "eager":
+        held = ledger.tables.num_pages > 0
+        ledger, plan = reclaim.release_history(ledger, held, max_pages=layout.max_pages)
+    else:
+        short = blocks_short(ledger.tables, new_pages)
+        ledger, plan = reclaim.reclaim(ledger, short, max_pages=layout.max_pages)
+    state = _spill(state.replace(ledger=ledger), plan, layout)
+    ledger, granted, status, host_blocks = coordinator.grow(state.ledger, new_pages, max_new_pages=max_new_pages)
+    maps = tuple(forget_host_blocks(m, host_blocks.reshape(-1), layout.page_entries) for m in state.hot_maps)
+    return state.replace(ledger=ledger, hot_maps=maps), granted, status
+
+
+def _spill(state: TieredState, plan: SpillPlan, layout: CacheLayout) -> TieredState:
+    pools = []
+    for pool, layer in zip(state.pools, layout.model.c4_layers, strict=True):
+        place = layout.resident_place(layer)
+        pools.append(
+            transfer.back_up_pages(
+                pool,
+                state.slab,
+                plan.source[place.group],
+                plan.host,
+                layout.entry,
+                page_entries=layout.page_entries,
+                offset=place.offset,
+            )
+        )
+    slab, pools = border((state.slab, tuple(pools)))
+    ledger = spill.commit_completed(spill.commit_enqueued(state.ledger, plan), plan)
+    request = jnp.where(plan.host > 0, plan.request, layout.cache.max_requests)
+    copied = state.traffic.copied_pages.at[request].add(len(pools), mode="drop")
+    return state.replace(slab=slab, pools=pools, ledger=ledger, traffic=state.traffic.replace(copied_pages=copied))

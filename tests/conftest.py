@@ -1,0 +1,53 @@
+"""What every test runs under: a CPU unless a GPU is visible, rank promotion an error, compiled programs kept between runs."""
+
+import hashlib
+import os
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+TESTS = pathlib.Path(__file__).parent
+ROOT = TESTS.parent
+
+if not pathlib.Path("/dev/nvidia0").exists():
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts: without a GPU its CUDA plugin would be tried in vain
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+def _processor() -> str:
+    """Names this machine's processor: compiled programs hold its instructions, so another kind must not load them."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    kept = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
+
+
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / f"jax-{_processor()}"))
+
+
+@pytest.fixture(scope="session")
+def run_h200() -> Callable[..., str]:
+    """Runs a program that compiles for an H200 (`tests/h200.py`) in a process of its own; its output, once it exits with 0.
+
+    Give a file, or `code=` with the program's text.
+    """
+
+    def run(program: pathlib.Path | None = None, *, code: str | None = None, timeout: float = 280) -> str:
+        arguments = ["-c", code] if code is not None else [str(program)]
+        paths = [str(TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+        )
+        assert done.returncode == 0, f"{program or 'the program'} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    return run

@@ -1,0 +1,257 @@
+"""A plain-Python account of the two tiers, written from the rules with loops and lists, and a recount of a real ledger.
+
+The model knows no block ids: it counts what each request, page and transfer holds. `recount` looks at the ids.
+"""
+
+import collections
+import dataclasses
+
+import numpy as np
+
+from hisparse_jax.coordinator import Ledger
+from hisparse_jax.status import NULL_BLOCK, Status
+
+
+@dataclasses.dataclass
+class Page:
+    """One page; it outlives its request while a transfer leases its blocks."""
+
+    in_host_table: bool = True
+    grown: bool = False
+    in_gpu_table: bool = False
+    valid: bool = False
+    promised: bool = False
+    transfer: int = 0
+    gpu_lease: int = 0
+    host_lease: int = 0
+
+    @property
+    def copied(self) -> bool:
+        return not self.gpu_lease if self.transfer else self.valid
+
+
+@dataclasses.dataclass
+class Request:
+    pages: list[Page]
+    hot: bool = False
+    lost: int = 0
+
+    @property
+    def num_pages(self) -> int:
+        return sum(page.grown for page in self.pages)
+
+    @property
+    def switching(self) -> bool:
+        return not self.hot and any(page.promised for page in self.pages)
+
+    def candidates(self) -> list[Page]:
+        return [p for p in self.pages[: max(self.num_pages - 2, 0)] if p.in_gpu_table and not p.promised]
+
+
+def _among(page: Page, pages: list[Page]) -> bool:
+    return any(page is other for other in pages)
+
+
+class TierModel:
+    """`slots[b]` is a `Request` or None."""
+
+    def __init__(self, *, num_blocks, num_host_blocks, num_base, num_resident, hot_pages, batch, max_pages):
+        self.usable, self.host_usable = num_blocks - 1, num_host_blocks - 1
+        self.base, self.groups, self.hot_cost = num_base, num_resident, num_resident * hot_pages
+        self.max_pages = max_pages
+        self.slots: list[Request | None] = [None] * batch
+        self.orphans: list[Page] = []
+        self.lost = [0] * batch
+        self.next_transfer = 1
+
+    def requests(self) -> list[Request]:
+        return [r for r in self.slots if r]
+
+    def all_pages(self) -> list[Page]:
+        return [p for r in self.requests() for p in r.pages] + self.orphans
+
+    def gpu_free(self) -> int:
+        fixed = sum(self.base * r.num_pages + self.hot_cost * r.hot for r in self.requests())
+        return self.usable - fixed - self.groups * sum(bool(p.in_gpu_table or p.gpu_lease) for p in self.all_pages())
+
+    def host_free(self) -> int:
+        return self.host_usable - sum(bool(p.in_host_table or p.host_lease) for p in self.all_pages())
+
+    def admit(self, slot: int, num_pages: int) -> Status:
+        if not 0 <= slot < len(self.slots) or self.slots[slot] or not 1 <= num_pages <= self.max_pages:
+            return Status.REFUSED
+        if num_pages > self.host_free():
+            return Status.OUT_OF_HOST_BLOCKS
+        self.slots[slot] = Request([Page() for _ in range(num_pages)])
+        self.lost[slot] = 0
+        return Status.OK
+
+    def grow(self, new_pages: list[int], max_new_pages: int) -> list[Status]:
+        gpu, host = self.gpu_free(), self.host_free()
+        gpu_closed = host_closed = False
+        statuses = []
+        for request, count in zip(self.slots, new_pages, strict=True):
+            grown = request.num_pages if request else 0
+            if not 0 <= count <= min(max_new_pages, self.max_pages - grown) or (count and not request):
+                statuses.append(Status.REFUSED)
+                continue
+            if not request or not count:
+                statuses.append(Status.OK)
+                continue
+            bare = max(0, grown + count - len(request.pages))
+            cost = count * (self.base + self.groups)
+            host_closed = host_closed or bare > host
+            if bare and host_closed:
+                statuses.append(Status.OUT_OF_HOST_BLOCKS)
+                continue
+            gpu_closed = gpu_closed or cost > gpu
+            if gpu_closed:
+                host -= bare  # it keeps its place in the line for host blocks
+                statuses.append(Status.OUT_OF_BLOCKS)
+                continue
+            gpu, host = gpu - cost, host - bare
+            request.pages += [Page() for _ in range(bare)]
+            for page in request.pages[grown : grown + count]:
+                page.grown = page.in_gpu_table = True
+            statuses.append(Status.OK)
+        return statuses
+
+    def seal(self, num_sealed: list[int]):
+        for request, count in zip(self.slots, num_sealed, strict=True):
+            if request:
+                for page in request.pages[: max(0, min(count, request.num_pages))]:
+                    page.valid = page.valid or not page.transfer
+
+    def finish(self, slot: int) -> Status:
+        if not 0 <= slot < len(self.slots) or not (request := self.slots[slot]):
+            return Status.REFUSED
+        for page in request.pages:
+            page.in_host_table = page.in_gpu_table = False
+            if page.host_lease:
+                self.orphans.append(page)
+        self.slots[slot] = None
+        return Status.OK
+
+    def spill(self, pages: list[list[bool]], release_after: bool, budget: int) -> list[tuple[int, int, int]]:
+        plan = []
+        for slot, request in enumerate(self.slots):
+            for index, page in enumerate(request.pages if request else []):
+                legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
+                legal = legal and (_among(page, request.candidates()) if release_after else not page.valid)
+                if legal and len(plan) < budget:
+                    plan.append(self._transfer(slot, index, page))
+                    page.promised = release_after
+        return plan
+
+    def _transfer(self, slot: int, index: int, page: Page) -> tuple[int, int, int]:
+        page.transfer = page.gpu_lease = page.host_lease = self.next_transfer
+        self.next_transfer += 1
+        return slot, index, page.transfer
+
+    def enqueue(self, plan):
+        for page in self._planned(plan, "gpu_lease"):
+            page.gpu_lease = 0
+        self.settle()
+
+    def complete(self, plan):
+        for page in self._planned(plan, "gpu_lease"):
+            page.gpu_lease = 0
+        for page in self._planned(plan, "host_lease"):
+            page.host_lease, page.transfer, page.valid = 0, 0, True
+        self.orphans = [p for p in self.orphans if p.host_lease]
+        self.settle()
+
+    def _planned(self, plan, lease: str) -> list[Page]:
+        ids = {transfer for _, _, transfer in plan}
+        return [p for p in self.all_pages() if getattr(p, lease) in ids]
+
+    def reclaim(self, num_blocks: int, budget: int) -> list[tuple[int, int, int]]:
+        if num_blocks <= 0:
+            return []
+        ranked = sorted(((len(r.candidates()), -slot) for slot, r in enumerate(self.slots) if r), reverse=True)
+        target = max(num_blocks, sum(n > 0 for n, _ in ranked) * (self.base + self.groups))
+        eventual = sum(self.groups for r in self.requests() for p in r.pages if p.promised)
+        eventual -= sum(self.hot_cost for r in self.requests() if r.switching)
+        chosen = []
+        for _, slot in ranked:
+            slot, request = -slot, self.slots[-slot]
+            if eventual >= target or request.switching:
+                continue
+            taken, left = [], budget
+            need = self.max_pages
+            if not request.hot:
+                need = -(-(target - eventual + self.hot_cost) // self.groups)
+            for page in request.candidates():
+                copy = not page.transfer and not page.valid
+                if len(taken) >= need or (request.hot and eventual + self.groups * len(taken) >= target):
+                    break
+                if copy and not left:
+                    continue
+                left -= copy
+                taken.append(page)
+            gain = self.groups * len(taken) - (0 if request.hot else self.hot_cost)
+            if gain > 0:
+                eventual, budget = eventual + gain, left
+                chosen += taken
+        return self._give_up(chosen, budget=len(chosen))
+
+    def eager(self, requests: list[bool], budget: int) -> list[tuple[int, int, int]]:
+        named = [r for r, wanted in zip(self.slots, requests, strict=True) if r and wanted]
+        return self._give_up([p for r in named for p in r.candidates()], budget)
+
+    def _give_up(self, chosen: list[Page], budget: int) -> list[tuple[int, int, int]]:
+        plan = []
+        for slot, request in enumerate(self.slots):
+            for index, page in enumerate(request.pages if request else []):
+                if _among(page, chosen):
+                    if not page.transfer and not page.valid:
+                        if len(plan) == budget:
+                            continue
+                        plan.append(self._transfer(slot, index, page))
+                    page.promised = True
+        self.settle()
+        return plan
+
+    def settle(self):
+        for owns_hot in (True, False):
+            for slot, request in enumerate(self.slots):
+                promised = [p for p in request.pages if p.promised] if request else []
+                if not promised or request.hot != owns_hot:
+                    continue
+                if owns_hot:
+                    self._leave(slot, [p for p in promised if p.copied])
+                elif all(p.copied for p in promised):
+                    for page in promised:
+                        page.in_gpu_table = False
+                    if self.gpu_free() >= self.hot_cost:
+                        request.hot = True
+                        self._leave(slot, promised)
+                    else:
+                        for page in promised:
+                            page.in_gpu_table, page.promised = True, False
+
+    def _leave(self, slot: int, pages: list[Page]):
+        for page in pages:
+            page.in_gpu_table = page.promised = False
+            self.lost[slot] += 1
+
+
+def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]]):
+    """Asserts that tables, leases, free queues and the null block partition both pools; `leases`: id -> (host, sources)."""
+    tables = ledger.tables
+    gpu_entries = [np.asarray(t).ravel() for t in (tables.base, tables.resident, ledger.hot)]
+    for pool, entries, lease, leased in (
+        (tables.pool, np.concatenate(gpu_entries), ledger.gpu_lease, {b: i for i, (_, s) in leases.items() for b in s}),
+        (ledger.host, np.asarray(ledger.host_table).ravel(), ledger.host_lease, {h: i for i, (h, _) in leases.items() if h}),
+    ):
+        named = entries[entries != NULL_BLOCK]
+        assert len(set(named.tolist())) == len(named), "a block stands in two places"
+        holders = collections.Counter(named.tolist()) + collections.Counter(leased.keys())
+        references = np.asarray(pool.references)
+        assert references.tolist() == [holders[b] for b in range(len(references))]
+        assert np.asarray(lease).tolist() == [leased.get(b, 0) for b in range(len(references))]
+        ring, stamps, stamp = np.asarray(pool.ring), np.asarray(pool.ring_stamp), np.asarray(pool.stamp)
+        places = (int(pool.head) + np.arange(int(pool.num_items))) % len(ring)
+        free = ring[places][stamps[places] == stamp[ring[places]]].tolist()
+        assert len(free) == int(pool.num_free)
+        assert sorted(free) == [b for b in range(1, len(references)) if references[b] == 0]

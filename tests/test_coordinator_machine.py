@@ -1,0 +1,185 @@
+"""Any sequence of transitions, poisoned arguments among them, against the plain-Python model of the tiers."""
+
+import functools
+
+import chex
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from ledger_model import TierModel, recount
+
+from hisparse_jax import coordinator, reclaim, spill
+from hisparse_jax.status import NULL_BLOCK
+
+SIZES = dict(num_blocks=37, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
+BATCH, PAGES, GROUPS, NEW, BUDGET = 3, 8, 2, 2, 4
+
+
+def once(function, **static):
+    """Jitted with its static arguments bound; a second trace fails."""
+    named = functools.wraps(function)(functools.partial(function, **static))
+    named.__name__ = f"{function.__name__}_{len(static)}_{static.get('release_after', '')}"
+    return jax.jit(chex.assert_max_traces(named, n=1))
+
+
+chex.clear_trace_counter()
+admit, finish, seal = once(coordinator.admit), once(coordinator.finish), once(coordinator.seal)
+grow = once(coordinator.grow, max_new_pages=NEW)
+plan_spill = {flag: once(spill.plan_spill, release_after=flag, max_pages=BUDGET) for flag in (False, True)}
+commit_enqueued, commit_completed = once(spill.commit_enqueued), once(spill.commit_completed)
+reclaim_ = once(reclaim.reclaim, max_pages=BUDGET)
+release_history = once(reclaim.release_history, max_pages=BUDGET)
+
+slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
+counts = st.integers(0, NEW) | st.sampled_from((-1, NEW + 1, 2**31 - 1))
+
+
+def per_request(values):
+    return st.lists(values, min_size=BATCH, max_size=BATCH)
+
+
+def i32(value):
+    return jnp.asarray(value, jnp.int32)
+
+
+class LedgerMachine(RuleBasedStateMachine):
+    def __init__(self):
+        super().__init__()
+        self.ledger, self.model = coordinator.init_ledger(**SIZES), TierModel(**SIZES)
+        self.plans, self.leases = [], {}
+
+    @rule(slot=slots, num_pages=st.integers(1, PAGES) | st.sampled_from((0, -1, PAGES + 1, 2**31 - 1)))
+    def admit(self, slot, num_pages):
+        self.ledger, status = admit(self.ledger, i32(slot), i32(num_pages))
+        assert int(status) == self.model.admit(slot, num_pages)
+
+    @rule(num_pages=st.integers(3, PAGES))
+    def admit_free(self, num_pages):
+        self.admit(next((b for b, r in enumerate(self.model.slots) if not r), 0), num_pages)
+
+    @rule(new_pages=per_request(counts))
+    def grow(self, new_pages):
+        before = np.asarray(self.ledger.host_table)
+        self.ledger, granted, status, new_host = grow(self.ledger, i32(new_pages))
+        expected = self.model.grow(new_pages, NEW)
+        assert np.asarray(status).tolist() == [int(s) for s in expected]
+        assert np.asarray(granted).tolist() == [s == 0 for s in expected]
+        after = np.asarray(self.ledger.host_table)
+        fresh = [after[b][(before[b] == NULL_BLOCK) & (after[b] != NULL_BLOCK)].tolist() for b in range(BATCH)]
+        assert [[i for i in row if i != NULL_BLOCK] for row in np.asarray(new_host).tolist()] == fresh
+
+    @rule()
+    def grow_all(self):
+        self.grow([min(NEW, PAGES - r.num_pages) if r else 0 for r in self.model.slots])
+
+    @rule(num_sealed=per_request(st.integers(-1, PAGES + 1)))
+    def seal(self, num_sealed):
+        self.ledger = seal(self.ledger, i32(num_sealed))
+        self.model.seal(num_sealed)
+
+    @rule(pages=st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH))
+    def back_up(self, pages):
+        self._spill(pages, release_after=False)
+
+    @rule(pages=st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH))
+    def spill(self, pages):
+        self._spill(pages, release_after=True)
+
+    def _spill(self, pages, release_after):
+        self.ledger, plan = plan_spill[release_after](self.ledger, jnp.asarray(pages))
+        self._planned(plan, self.model.spill(pages, release_after, BUDGET))
+
+    @rule(num_blocks=st.integers(-1, 20) | st.sampled_from((2**31 - 1, -(2**31))))
+    def reclaim(self, num_blocks):
+        self.ledger, plan = reclaim_(self.ledger, i32(num_blocks))
+        self._planned(plan, self.model.reclaim(num_blocks, BUDGET))
+
+    @rule(requests=per_request(st.booleans()))
+    def release_history(self, requests):
+        self.ledger, plan = release_history(self.ledger, jnp.asarray(requests))
+        self._planned(plan, self.model.eager(requests, BUDGET))
+
+    def _planned(self, plan, expected):
+        count = int(plan.count)
+        rows = np.stack([plan.request, plan.page, plan.transfer])
+        assert rows[:, :count].T.tolist() == [list(row) for row in expected]
+        assert (rows[:, count:].T == [-1, -1, 0]).all()
+        host, source = np.asarray(plan.host), np.asarray(plan.source)
+        assert not host[count:].any() and not source[:, count:].any()
+        assert (host[:count] == np.asarray(self.ledger.host_table)[rows[0, :count], rows[1, :count]]).all()
+        for i in range(count):
+            self.leases[int(rows[2, i])] = (int(host[i]), tuple(source[:, i].tolist()))
+        if count:
+            self.plans.append((plan, expected))
+
+    @precondition(lambda self: self.plans)
+    @rule(data=st.data())
+    def enqueue(self, data):
+        plan, expected = data.draw(st.sampled_from(self.plans))
+        self.ledger = commit_enqueued(self.ledger, plan)
+        self.model.enqueue(expected)
+        for _, _, transfer in expected:
+            if transfer in self.leases:
+                self.leases[transfer] = (self.leases[transfer][0], ())
+
+    @precondition(lambda self: self.plans)
+    @rule(data=st.data(), again=st.booleans())
+    def complete(self, data, again):
+        entry = data.draw(st.sampled_from(self.plans))
+        self.ledger = commit_completed(self.ledger, entry[0])
+        self.model.complete(entry[1])
+        for _, _, transfer in entry[1]:
+            self.leases.pop(transfer, None)
+        if not again:
+            self.plans = [kept for kept in self.plans if kept is not entry]
+
+    @rule(slot=slots)
+    def finish(self, slot):
+        self.ledger, status = finish(self.ledger, i32(slot))
+        assert int(status) == self.model.finish(slot)
+
+    @invariant()
+    def agrees(self):
+        ledger, model = jax.device_get(self.ledger), self.model
+        resident = np.asarray(ledger.tables.resident) != NULL_BLOCK
+        shape = (BATCH, PAGES)
+        expected = {name: np.zeros(shape, int) for name in ("grown", "in_gpu_table", "in_host_table", "valid", "promised", "transfer")}
+        for b, request in enumerate(model.slots):
+            for p, page in enumerate(request.pages if request else []):
+                for name, table in expected.items():
+                    table[b, p] = getattr(page, name)
+        assert (resident == expected["in_gpu_table"].astype(bool)).all(), "in all resident groups or in none"
+        assert ((np.asarray(ledger.tables.base) != NULL_BLOCK) == expected["grown"]).all()
+        assert (np.asarray(ledger.tables.num_pages) == expected["grown"].sum(1)).all()
+        assert ((np.asarray(ledger.host_table) != NULL_BLOCK) == expected["in_host_table"]).all()
+        assert (np.asarray(ledger.valid) == expected["valid"]).all()
+        assert (np.asarray(ledger.release_after) == expected["promised"]).all()
+        assert (np.asarray(ledger.transfer) == expected["transfer"]).all()
+        hot = np.asarray(ledger.hot) != NULL_BLOCK
+        assert (hot == np.asarray([bool(r and r.hot) for r in model.slots])[None, :, None]).all(), "the whole region or none"
+        switching = [bool(r and r.switching) for r in model.slots]
+        assert (np.asarray(ledger.transition_target) > 0).tolist() == switching
+        assert int(ledger.tables.pool.num_free) == model.gpu_free()
+        assert int(ledger.host.num_free) == model.host_free()
+        assert np.asarray(ledger.pages_lost).tolist() == model.lost
+        recount(ledger, self.leases)
+        for b, request in enumerate(model.slots):
+            if request and not resident[0, b, : request.num_pages].all():
+                assert request.hot, "no page is lost before the hot region is owned"
+                assert resident[:, b, max(request.num_pages - 2, 0) : request.num_pages].all(), "the last two pages stay"
+
+    def teardown(self):
+        for entry in list(self.plans):
+            self.ledger = commit_completed(self.ledger, entry[0])
+        for slot in range(BATCH):
+            self.ledger, _ = finish(self.ledger, i32(slot))
+        recount(self.ledger, {})
+        assert int(self.ledger.tables.pool.num_free) == SIZES["num_blocks"] - 1
+        assert int(self.ledger.host.num_free) == SIZES["num_host_blocks"] - 1
+
+
+TestLedger = LedgerMachine.TestCase
+TestLedger.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)

@@ -1,0 +1,12 @@
+"""Every program under `h200_programs` compiles for an H200 and finds what it asserts; each runs in its own process."""
+
+import pathlib
+
+import pytest
+
+PROGRAMS = sorted((pathlib.Path(__file__).parent / "h200_programs").glob("*.py"))
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_compiles_for_an_h200(run_h200, program):
+    run_h200(program)
