@@ -28,13 +28,13 @@ install: $(INSTALLED)
 
 # Editable, so only the build's own inputs make it anew; an import never does.
 $(INSTALLED): pyproject.toml $(FFI_SOURCES) | .venv
-	@$(if $(CXX_FOUND),,$(error no C++ compiler found: install g++ or clang++, or name one with CXX=))true
+	@$(if $(CXX_FOUND),:,$(error no C++ compiler found: install g++ or clang++, or name one with CXX=))
 	@echo "installing hisparse-jax[$(EXTRAS)] into .venv"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
 	@touch $@
 
 .venv:
-	@$(if $(PYTHON),,$(error no Python 3.12 or newer found: install python3.12, or name one with PYTHON=))true
+	@$(if $(PYTHON),:,$(error no Python 3.12 or newer found: install python3.12, or name one with PYTHON=))
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; echo "$(PYTHON) cannot make a virtual environment: install its venv module (python3.12-venv)"; exit 1; }
 
 lint: install

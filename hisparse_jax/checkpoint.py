@@ -4,6 +4,7 @@
 e2m1 become exact numbers of the model's dtype. Anything else that is unknown, missing or misshapen is refused.
 """
 
+import contextlib
 import dataclasses
 import pathlib
 from collections.abc import Iterable
@@ -12,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hisparse_jax.checkpoint_files import CheckpointError, CheckpointFiles, Stored, open_checkpoint
+from hisparse_jax.checkpoint_files import CheckpointError, CheckpointFiles, Stored, config_path, open_files
 from hisparse_jax.config import ModelConfig, load_model_config
 from hisparse_jax.dequantize import FP4_GROUP, dequantize_fp4, dequantize_fp8, fp4_scale_shape, fp8_scale_shape
 from hisparse_jax.weights import model_dtype, tensor_dtype, tensor_shapes
@@ -42,9 +43,10 @@ class LoadReport:
     """`mtp.*` tensors, which this implementation has no use for."""
 
     def __str__(self) -> str:
+        size = f"{self.num_bytes / 1e9:,.1f} GB" if self.num_bytes >= 1e9 else f"{self.num_bytes / 1e6:.1f} MB"
         return (
             f"{self.path}: {self.num_tensors:,} tensors ({self.num_fp8:,} fp8, {self.num_fp4:,} fp4) from {self.num_files} "
-            f"file{'s' * (self.num_files != 1)}, {self.num_bytes / 1e9:,.3f} GB; skipped {self.num_skipped:,} mtp.* tensors"
+            f"file{'s' * (self.num_files != 1)}, {size}; skipped {self.num_skipped:,} mtp.* tensors"
         )
 
 
@@ -64,20 +66,20 @@ def load_checkpoint(path: pathlib.Path | str, dtype: Any) -> tuple[ModelConfig, 
     safetensors. Each weight is filled in one host buffer, experts in place, and moved to the default device once.
     """
     path, dtype = pathlib.Path(path), model_dtype(dtype)
-    config_path, files = open_checkpoint(path)
-    config = load_model_config(config_path)
+    config = load_model_config(config_path(path))
     slots = _published_slots(config)
-    encodings = _match(slots, files.tensors, path)
     sources: dict[str, list[str]] = {}
     for name, slot in slots.items():
         sources.setdefault(slot.target, []).append(name)
     weights = {}
-    for target, shape in tensor_shapes(config).items():
-        buffer = np.empty(shape, tensor_dtype(target, dtype))
-        for name in sources[target]:
-            expert = slots[name].expert
-            _fill(buffer if expert is None else buffer[expert], name, encodings[name], files, config)
-        weights[target] = jax.device_put(buffer)
+    with contextlib.closing(open_files(path)) as files:
+        encodings = _match(slots, files.tensors, path)
+        for target, shape in tensor_shapes(config).items():
+            buffer = np.empty(shape, tensor_dtype(target, dtype))
+            for name in sources[target]:
+                expert = slots[name].expert
+                _fill(buffer if expert is None else buffer[expert], name, encodings[name], files, config)
+            weights[target] = jax.device_put(buffer)
     return config, weights, _report(path, files, encodings)
 
 

@@ -3,12 +3,13 @@
 Headers are read and checked on opening, data only in `read`, so no file is ever held whole.
 """
 
+import abc
 import dataclasses
 import json
 import pathlib
 import zipfile
 import zlib
-from typing import Any, Protocol, override
+from typing import Any, override
 
 import ml_dtypes
 import numpy as np
@@ -23,7 +24,7 @@ _DTYPES = {
     "I64": np.int64, "U64": np.uint64, "I32": np.int32, "U32": np.uint32, "I16": np.int16, "U16": np.uint16, "I8": np.int8,
     "U8": np.uint8,
 }  # fmt: skip
-"""How `read` presents a stored dtype; 8-bit floats as their bytes."""
+"""How `read` presents a stored dtype."""
 _NAMES = {np.dtype(dtype): name for name, dtype in _DTYPES.items() if not name.startswith("F8")}
 
 
@@ -40,29 +41,40 @@ class Stored:
     num_bytes: int
 
 
-class CheckpointFiles(Protocol):
-    """An opened checkpoint. `tensors` maps every stored name; `read` gives the elements of one, in `Stored.shape`."""
+class CheckpointFiles(abc.ABC):
+    """An opened checkpoint. `tensors` maps every stored name, in file order."""
 
     num_files: int
     tensors: dict[str, Stored]
 
-    def read(self, name: str) -> np.ndarray: ...
+    @abc.abstractmethod
+    def read(self, name: str) -> np.ndarray:
+        """The elements of one tensor, in `Stored.shape`; 8-bit floats as their bytes."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Lets go of open files; nothing is read afterwards."""
 
 
-def open_checkpoint(path: pathlib.Path) -> tuple[pathlib.Path, CheckpointFiles]:
-    """Opens a folder of safetensors or an `.npz`; returns the path of its config beside the files."""
+def config_path(path: pathlib.Path) -> pathlib.Path:
+    """Where the config of a checkpoint stands: `config.json` in its folder, or the `.json` beside an `.npz`."""
     if path.is_dir():
         config = path / "config.json"
         if not config.is_file():
             raise CheckpointError(f"{path} is no checkpoint: it has no config.json; name a folder with one and safetensors.")
-        return config, SafetensorsFolder(path)
+        return config
     if path.suffix == ".npz" and path.is_file():
         config = path.with_suffix(".json")
         if not config.is_file():
             raise CheckpointError(f"{path} has no config beside it; put the model's config.json there as {config.name}.")
-        return config, NpzArchive(path)
+        return config
     state = "is neither a folder nor an .npz" if path.exists() else "does not exist"
     raise CheckpointError(f"{path} {state}; name a folder with config.json and safetensors, or an .npz with its .json.")
+
+
+def open_files(path: pathlib.Path) -> CheckpointFiles:
+    """Opens the files of a checkpoint whose config has been found. Close what it returns."""
+    return SafetensorsFolder(path) if path.is_dir() else NpzArchive(path)
 
 
 class NpzArchive(CheckpointFiles):
@@ -78,11 +90,13 @@ class NpzArchive(CheckpointFiles):
                 for member in archive.namelist():
                     if member.startswith("w/"):
                         _add(self.tensors, member.removeprefix("w/").removesuffix(".npy"), _npy_header(archive, member), path)
+            if not self.tensors:
+                raise CheckpointError(f"{path} holds no weights; store each as `w/NAME`, by its published name.")
             self._arrays = np.load(path, allow_pickle=False)
+        except CheckpointError:
+            raise
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{path} is not a readable .npz ({error}); make or copy it again.") from None
-        if not self.tensors:
-            raise CheckpointError(f"{path} holds no weights; store each as `w/NAME`, by its published name.")
 
     @override
     def read(self, name: str) -> np.ndarray:
@@ -90,6 +104,10 @@ class NpzArchive(CheckpointFiles):
             return self._arrays[f"w/{name}"]
         except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             raise CheckpointError(f"{self._path}: {name} is not readable ({error}); make or copy the file again.") from None
+
+    @override
+    def close(self) -> None:
+        self._arrays.close()
 
 
 def _npy_header(archive: zipfile.ZipFile, member: str) -> Stored:
@@ -157,6 +175,10 @@ class SafetensorsFolder(CheckpointFiles):
         if len(data) != stored.num_bytes:
             raise CheckpointError(f"{place.shard}: {name} ends after {len(data)} of {stored.num_bytes} bytes; download it again.")
         return data.view(_DTYPES[stored.dtype]).reshape(stored.shape)
+
+    @override
+    def close(self) -> None:
+        """Every read opens and closes its shard."""
 
 
 def _read_index(path: pathlib.Path) -> dict[str, str]:

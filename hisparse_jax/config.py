@@ -145,6 +145,7 @@ def model_config_from_dict(raw: dict[str, Any]) -> ModelConfig:
     for name in ("compress_ratios", "index_leaders"):
         if given.get(name) is not None:
             given[name] = tuple(given[name])
+    given |= {name: float(given[name]) for name in given if fields[name].type is float}
     return ModelConfig(**given, rope_scaling=_yarn(raw.get("rope_scaling")))
 
 
@@ -154,8 +155,8 @@ def _yarn(raw: dict[str, Any] | None) -> Yarn | None:
     kind = raw.get("rope_type", raw.get("type"))
     if kind != "yarn":
         raise ConfigError(f"config: rope_scaling type {kind!r} is not built; V4 uses 'yarn'.")
-    names = {f.name for f in dataclasses.fields(Yarn)}
-    return Yarn(**{k: v for k, v in raw.items() if k in names})
+    types = {f.name: f.type for f in dataclasses.fields(Yarn)}
+    return Yarn(**{name: types[name](value) for name, value in raw.items() if name in types})
 
 
 def load_model_config(path: pathlib.Path) -> ModelConfig:

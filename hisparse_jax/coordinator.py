@@ -93,7 +93,7 @@ def init_ledger(
         next_transfer=jnp.int32(1),
         gpu_lease=jnp.zeros(num_blocks, jnp.int32),
         host_lease=jnp.zeros(num_host_blocks, jnp.int32),
-        pages_lost=per_request,
+        pages_lost=jnp.zeros(batch, jnp.int32),
     )
 
 
@@ -151,9 +151,7 @@ def grow(
     order = jnp.cumsum(taking, dtype=jnp.int32) - 1
     new_host = jnp.where(taking, block_ids[jnp.where(taking, order, 0)], NULL_BLOCK).reshape(batch, max_new_pages)
     target = jnp.where(new_host == NULL_BLOCK, max_pages, pages)
-    ledger = ledger.replace(
-        tables=tables, host=host, host_table=ledger.host_table.at[slots, target].set(new_host, mode="drop")
-    )
+    ledger = ledger.replace(tables=tables, host=host, host_table=ledger.host_table.at[slots, target].set(new_host, mode="drop"))
     return ledger, granted, status, new_host
 
 
@@ -183,9 +181,7 @@ def finish(ledger: Ledger, slot: Int32[Array, ""]) -> tuple[Ledger, Int32[Array,
     status = jnp.where(status == Status.OK, host_status, status)
     ok = taken & (status == Status.OK)
     target = jnp.where(ok, slot, batch)
-    pool, host = jax.tree.map(
-        lambda after, before: jnp.where(ok, after, before), (pool, host), (ledger.tables.pool, ledger.host)
-    )
+    pool, host = jax.tree.map(lambda after, before: jnp.where(ok, after, before), (pool, host), (ledger.tables.pool, ledger.host))
     ledger = ledger.replace(
         tables=clear_slot(ledger.tables.replace(pool=pool), target),
         host=host,

@@ -21,7 +21,7 @@ from hisparse_jax.model.numerics import border
 from hisparse_jax.prompts import PrefillOutput, admit_sequence, check_prompt, chunk_schedule, pad_chunk, start_running
 from hisparse_jax.room import make_room, new_pages_for
 from hisparse_jax.spill import SpillPlan
-from hisparse_jax.state import TieredState
+from hisparse_jax.state import TieredState, init_state
 from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
 from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
 from hisparse_jax.tiered import StagedEntries, TieredEntries

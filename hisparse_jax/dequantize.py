@@ -15,8 +15,7 @@ _E4M3 = _BYTES.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 _E2M1_PAIRS = np.stack((_E2M1[_BYTES & 15], _E2M1[_BYTES >> 4]), axis=-1)
 """Two numbers of one byte, the low nibble first: f32[256, 2]."""
-_E8M0 = np.ldexp(np.float32(1), np.arange(256) - 127).astype(np.float32)
-_E8M0[255] = np.nan
+_E8M0 = _BYTES.view(ml_dtypes.float8_e8m0fnu).astype(np.float32)
 
 
 def fp8_scale_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

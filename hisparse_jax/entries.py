@@ -104,7 +104,7 @@ class EntryCache(struct.PyTreeNode):
             self.slab, blocks, layout.entry, page_entries=layout.page_tokens // C128, offset=place.offset
         )
         number = jnp.arange(rows.shape[1], dtype=jnp.int32)
-        written = number[None, :] < ((span.start + span.count) // C128)[:, None]
+        written = number[None, :] < jax.lax.div(span.start + span.count, C128)[:, None]
         seen = number[None, None, :] < span.num_entries(C128)[..., None]
         return jnp.where(written[..., None], rows, 0), seen
 

@@ -27,6 +27,7 @@ comes after the call, and the old pair must not be used again.
 
 A join waits for the fork of its own pool, refuses where there was none, and refuses a slab that moved in between. Join
 every fork: no program may return with a copy in flight. A handler that fails ends every forked copy before it reports.
+An error raised by another op between fork and join is the one case that leaves a copy running: do not reuse that state.
 
 CUDA and CPU handlers share one target name; XLA picks by platform. Source: jax.ffi; XLA's host offloader.
 """

@@ -89,10 +89,10 @@ def make_host_pool(
     Made from numpy: jitted zeros would first take as much device memory. On a CPU `device_put` may hand on numpy's own
     memory, which the first donation would copy, so the pool passes once through a donated identity.
     """
-    device = jax.local_devices()[0] if device is None else device
-    sharding = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+    home = device or jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(home, memory_kind="pinned_host")
     pool = jax.device_put(np.zeros((num_blocks, page_bytes), np.uint8), sharding)
-    if device.platform == "cpu":
+    if home.platform == "cpu":
         pool = jax.jit(lambda x: x, donate_argnums=0, out_shardings=sharding)(pool)
     return jax.block_until_ready(pool)
 

@@ -38,7 +38,7 @@ def reset_requests(hot_map: HotMap, mask: Bool[Array, " B"]) -> HotMap:
 def forget_host_blocks(hot_map: HotMap, blocks: Int32[Array, " M"], page_entries: int) -> HotMap:
     """Frees every slot, of any request and layer, that holds a row of one of these host blocks; its LRU place stays.
 
-    Due before the first use of a host block that got a new owner. Null blocks in the list mean nothing. O(slots * M), one fused pass.
+    Due before the first use of a host block that got a new owner. Null blocks in the list mean nothing. O(slots * M).
     """
     held = jnp.where(hot_map.slot_host >= 0, hot_map.slot_host // page_entries, NULL_BLOCK)
     return _forget(hot_map, (held > NULL_BLOCK) & _member(held, blocks))
@@ -47,7 +47,7 @@ def forget_host_blocks(hot_map: HotMap, blocks: Int32[Array, " M"], page_entries
 def forget_host_rows(hot_map: HotMap, rows: Int32[Array, " M"]) -> HotMap:
     """Frees every slot that holds one of these host rows; its LRU place stays. Due after a row was written again.
 
-    -1 in the list means nothing. O(slots * M), one fused pass.
+    -1 in the list means nothing. O(slots * M).
     """
     return _forget(hot_map, (hot_map.slot_host >= 0) & _member(hot_map.slot_host, rows))
 

@@ -28,7 +28,8 @@ def reclaim(ledger: Ledger, num_blocks: Int32[Array, ""], *, max_pages: int) -> 
     groups, hot_cost, owned = ledger.hot.shape[0], ledger.hot_cost, ledger.has_hot
     switching = ledger.transition_target > 0
     per_request = jnp.sum(num_candidates > 0, dtype=jnp.int32) * ledger.tables.growing_groups
-    target = jnp.where(num_blocks > 0, jnp.maximum(num_blocks, per_request), 0)
+    attainable = jnp.minimum(num_blocks, ledger.gpu_lease.shape[0])  # the pool has no more; sums below stay in range
+    target = jnp.where(num_blocks > 0, jnp.maximum(attainable, per_request), 0)
     promised = jnp.sum(ledger.release_after, dtype=jnp.int32) * groups - jnp.sum(switching, dtype=jnp.int32) * hot_cost
 
     def take(carry, request):

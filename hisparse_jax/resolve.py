@@ -19,7 +19,7 @@ class Resolved(struct.PyTreeNode):
 
     Rows count `block * row_step + slot` relative to the layer's own page. Host rows, slots and rows are the same in every
     layer that follows the one resolved here; pools, offsets and bytes are not: a follower carries the plan out verbatim
-    with its own pool and offset.
+    with its own pool and offset. A scan may stack them over steps, in front.
 
     rows: i32[B, Q, K]     row of each reference, in its own column, or -1; every element is written.
     num_valid: i32[B, Q]   how many of `rows` are not -1; -1 may stand anywhere, so this is no prefix length.
@@ -31,14 +31,14 @@ class Resolved(struct.PyTreeNode):
     num_homeless: i32[B]   entries that are valid and found in no tier: an error, counted as invalid.
     """
 
-    rows: Int32[Array, "B Q K"]
-    num_valid: Int32[Array, "B Q"]
-    host_rows: Int32[Array, "B R"]
-    dest_rows: Int32[Array, "B R"]
-    slots: Int32[Array, "B R"]
-    num_misses: Int32[Array, " B"]
-    counts: Int32[Array, "B 5"]
-    num_homeless: Int32[Array, " B"]
+    rows: Int32[Array, "*steps B Q K"]
+    num_valid: Int32[Array, "*steps B Q"]
+    host_rows: Int32[Array, "*steps B R"]
+    dest_rows: Int32[Array, "*steps B R"]
+    slots: Int32[Array, "*steps B R"]
+    num_misses: Int32[Array, "*steps B"]
+    counts: Int32[Array, "*steps B 5"]
+    num_homeless: Int32[Array, "*steps B"]
 
 
 def resolve_topk(

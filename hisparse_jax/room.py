@@ -29,16 +29,19 @@ def make_room(
     `reclaim="base"`: history goes to the host only as far as blocks are short. `"eager"`: every page that may go, goes.
     """
     ledger, running = state.ledger, state.sequences.running
+    budget = layout.max_pages if layout.cache.backup == "spill" else 0  # written through: nothing is left to copy
     if layout.cache.backup == "write_through":
         sealed = jnp.where(running, state.sequences.length // layout.page_tokens, 0)
         ledger = coordinator.seal(ledger, sealed)
     if layout.cache.reclaim == "eager":
         held = ledger.tables.num_pages > 0
-        ledger, plan = reclaim.release_history(ledger, held, max_pages=layout.max_pages)
+        ledger, plan = reclaim.release_history(ledger, held, max_pages=budget)
     else:
         short = blocks_short(ledger.tables, new_pages)
-        ledger, plan = reclaim.reclaim(ledger, short, max_pages=layout.max_pages)
-    state = _spill(state.replace(ledger=ledger), plan, layout)
+        ledger, plan = reclaim.reclaim(ledger, short, max_pages=budget)
+    state = state.replace(ledger=ledger)
+    if budget:
+        state = _spill(state, plan, layout)
     ledger, granted, status, host_blocks = coordinator.grow(state.ledger, new_pages, max_new_pages=max_new_pages)
     maps = tuple(forget_host_blocks(m, host_blocks.reshape(-1), layout.page_entries) for m in state.hot_maps)
     return state.replace(ledger=ledger, hot_maps=maps), granted, status

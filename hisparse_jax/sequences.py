@@ -28,16 +28,15 @@ class Sequences(struct.PyTreeNode):
 
 
 def init_sequences(batch: int) -> Sequences:
-    """All slots empty."""
-    zeros = jnp.zeros(batch, jnp.int32)
+    """All slots empty. Every leaf is a buffer of its own, as donation needs."""
     return Sequences(
-        length=zeros,
-        token=zeros,
-        limit=zeros,
-        stop_token=zeros - 1,
-        seed=zeros.astype(jnp.uint32),
-        temperature=zeros.astype(jnp.float32),
-        running=zeros.astype(bool),
+        length=jnp.zeros(batch, jnp.int32),
+        token=jnp.zeros(batch, jnp.int32),
+        limit=jnp.zeros(batch, jnp.int32),
+        stop_token=jnp.full(batch, -1, jnp.int32),
+        seed=jnp.zeros(batch, jnp.uint32),
+        temperature=jnp.zeros(batch, jnp.float32),
+        running=jnp.zeros(batch, bool),
     )
 
 

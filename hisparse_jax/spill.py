@@ -37,9 +37,7 @@ class SpillPlan(struct.PyTreeNode):
     count: Int32[Array, ""]
 
 
-def plan_spill(
-    ledger: Ledger, pages: Bool[Array, "B P"], *, release_after: bool, max_pages: int
-) -> tuple[Ledger, SpillPlan]:
+def plan_spill(ledger: Ledger, pages: Bool[Array, "B P"], *, release_after: bool, max_pages: int) -> tuple[Ledger, SpillPlan]:
     """Plans a copy of each page in `pages`, lower slots and pages first; refused ones are simply not in the plan.
 
     Refused: no host block, a resident group without the page, a transfer pending or a release promised, the budget of
@@ -141,21 +139,21 @@ def settle(ledger: Ledger) -> Ledger:
     last_holder = (pool.references[resident] == 1) & leaving[None]
     gains = jnp.sum(last_holder, axis=(0, 2), dtype=jnp.int32)
 
-    def switch(num_free, request):
+    def switch(carry, request):
+        num_free, before = carry
         wants, gain = request
         commits = wants & (num_free + gain >= ledger.hot_cost)
-        return num_free + jnp.where(commits, gain - ledger.hot_cost, 0), commits
+        num_free = num_free + jnp.where(commits, gain - ledger.hot_cost, 0)
+        return (num_free, before + commits.astype(jnp.int32)), (commits, before)
 
-    freed_elsewhere = jnp.sum(jnp.where(ledger.has_hot, gains, 0), dtype=jnp.int32)
-    _, commits = jax.lax.scan(switch, pool.num_free + freed_elsewhere, (switching, gains))
+    num_free = pool.num_free + jnp.sum(jnp.where(ledger.has_hot, gains, 0), dtype=jnp.int32)
+    (_, num_commits), (commits, rank) = jax.lax.scan(switch, (num_free, jnp.int32(0)), (switching, gains))
 
     gone = leaving & (ledger.has_hot | commits)[:, None]
     by_page = jnp.where(gone[None], resident, NULL_BLOCK).transpose(1, 2, 0)
     pool, _ = free(pool, by_page.reshape(-1))
-    num_commits = jnp.sum(commits, dtype=jnp.int32)
     pool, block_ids, _ = allocate(pool, num_commits * ledger.hot_cost, max_count=batch * ledger.hot_cost)
-    rank = jnp.where(commits, jnp.cumsum(commits, dtype=jnp.int32) - 1, 0)
-    regions = block_ids.reshape(batch, groups, hot_pages)[rank].transpose(1, 0, 2)
+    regions = block_ids.reshape(batch, groups, hot_pages)[jnp.where(commits, rank, 0)].transpose(1, 0, 2)
     closed = switching[:, None]
     return ledger.replace(
         tables=ledger.tables.replace(pool=pool, resident=jnp.where(gone[None], NULL_BLOCK, resident)),
@@ -166,9 +164,7 @@ def settle(ledger: Ledger) -> Ledger:
     )
 
 
-def _lease(
-    ledger: Ledger, copies: Bool[Array, "B P"], max_pages: int
-) -> tuple[Ledger, SpillPlan, Bool[Array, "B P"]]:
+def _lease(ledger: Ledger, copies: Bool[Array, "B P"], max_pages: int) -> tuple[Ledger, SpillPlan, Bool[Array, "B P"]]:
     """Plans the first `max_pages` of `copies`, with a lease on each block that takes part; also says which pages those are."""
     batch, table_pages = copies.shape
     pool, resident = ledger.tables.pool, ledger.tables.resident
@@ -208,6 +204,4 @@ def _end_gpu_leases(ledger: Ledger, plan: SpillPlan) -> Ledger:
     open_ = (plan.transfer != 0)[None] & (ledger.gpu_lease[plan.source] == plan.transfer[None])
     pool, _ = free(ledger.tables.pool, jnp.where(open_, plan.source, NULL_BLOCK).T.reshape(-1))
     ended = jnp.where(open_, plan.source, ledger.gpu_lease.shape[0])
-    return ledger.replace(
-        tables=ledger.tables.replace(pool=pool), gpu_lease=ledger.gpu_lease.at[ended].set(0, mode="drop")
-    )
+    return ledger.replace(tables=ledger.tables.replace(pool=pool), gpu_lease=ledger.gpu_lease.at[ended].set(0, mode="drop"))

@@ -18,12 +18,14 @@ class Status(enum.IntEnum):
     DOUBLE_FREE = 3
     REFUSED = 4
     BAD_BLOCK = 5
+    HOMELESS = 6
 
 
 _MESSAGES = {
     Status.OUT_OF_BLOCKS: "the GPU pool has too few free blocks; raise gpu_pool_bytes, or run fewer or shorter requests.",
     Status.OUT_OF_HOST_BLOCKS: "the host pool has too few free blocks; raise host_pool_bytes, or run fewer or shorter requests.",
     Status.DOUBLE_FREE: "a block was freed more often than it was referenced; the pool is unchanged.",
+    Status.HOMELESS: "selected entries were found in no tier; the logits cannot be trusted.",
     Status.REFUSED: "the transition was refused; the state is unchanged.",
     Status.BAD_BLOCK: "a block id lies outside its pool; the pool is unchanged.",
 }

@@ -5,6 +5,7 @@ step, resolves the selected entries and swaps the missing rows in. `StagedEntrie
 compact buffer and leaves hot maps alone: a chunk selects more rows than a hot region holds.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Int32, UInt8
@@ -37,8 +38,8 @@ class Traffic(struct.PyTreeNode):
 
 
 def init_traffic(batch: int) -> Traffic:
-    zeros = jnp.zeros(batch, jnp.int32)
-    return Traffic(zeros, zeros, zeros, zeros)
+    """Nothing moved yet. Every leaf is a buffer of its own, as donation needs."""
+    return Traffic(*(jnp.zeros(batch, jnp.int32) for _ in range(4)))
 
 
 class HostEntries(EntryCache):
@@ -94,7 +95,7 @@ class TieredEntries(HostEntries):
                 selection.indices,
                 span.num_entries(C4),
                 span.valid,
-                span.start // C4,
+                jax.lax.div(span.start, C4),
                 self.resident[place.group][span.slots],
                 self.host[span.slots],
                 self.hot[place.group][span.slots],

@@ -53,10 +53,10 @@ class Staged(struct.PyTreeNode):
     num_homeless: i32[]       references that are valid and stand in no tier: an error.
     """
 
-    pages: UInt8[Array, "C page_bytes"]
-    rows: Int32[Array, "T K"]
-    num_staged: Int32[Array, ""]
-    num_homeless: Int32[Array, ""]
+    pages: UInt8[Array, "*steps C page_bytes"]
+    rows: Int32[Array, "*steps T K"]
+    num_staged: Int32[Array, "*steps"]
+    num_homeless: Int32[Array, "*steps"]
 
 
 def stage_rows(

@@ -13,8 +13,6 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-from pallas_kernels.windows import memory_space
-
 IMPLEMENTATIONS = ("xla", "pallas")
 
 
@@ -34,4 +32,4 @@ def on_device_view(pool: jax.Array) -> jax.Array:
 
 def like(pool: jax.Array, result: jax.Array) -> jax.Array:
     """`result` typed as living where `pool` does."""
-    return jax.device_put(result, memory_space(pool))
+    return jax.device_put(result, jax.typeof(pool).memory_space)

@@ -107,23 +107,21 @@ def _resolve_request(
     needs_slot = ~is_resident & fetchable & ~is_new
     host_row = jnp.where(needs_slot, host_block * page_entries + place, MISS)
 
-    first = _first_equal(jnp.concatenate((slot_host, host_row)))[num_slots:]
+    first, is_met = _first_equal(jnp.concatenate((slot_host, host_row)))
+    first, was_hit = first[num_slots:], is_met[:num_slots] & (slot_host >= 0)
     is_hit = needs_slot & (first < num_slots)
     is_miss = needs_slot & (first == num_slots + order)
     num_misses = jnp.sum(is_miss, dtype=jnp.int32)
-    missing_ref = jnp.argsort(~is_miss, stable=True).astype(jnp.int32)  # the references that miss, in order, then the others
-    miss_number = jnp.zeros(num_refs, jnp.int32).at[missing_ref].set(order, unique_indices=True)
+    missing_ref = _order_of(~is_miss)  # the references that miss, in order, then the others
+    miss_number = _order_of(missing_ref)  # the inverse permutation
 
-    hit_slot = jnp.where(is_hit, first, num_slots)
-    was_hit = jnp.zeros(num_slots, jnp.int32).at[hit_slot].set(1, mode="drop")[lru.astype(jnp.int32)]
-    by_use = lru.astype(jnp.int32)[jnp.argsort(was_hit, stable=True)]  # stale slots, then slots hit, in their old order
-    num_stale = num_slots - jnp.sum(was_hit)
-    place_in_lru = jnp.arange(num_slots, dtype=jnp.int32)
-    turned = jnp.where(place_in_lru < num_stale, (place_in_lru + num_misses) % jnp.maximum(num_stale, 1), place_in_lru)
-    new_lru = by_use[turned]
+    slots = lru.astype(jnp.int32)
+    _, by_use = jax.lax.sort((was_hit[slots], slots), num_keys=1, is_stable=True)  # stale slots, then slots hit; old order
+    num_stale = num_slots - jnp.sum(was_hit, dtype=jnp.int32)
+    rank = jnp.arange(num_slots, dtype=jnp.int32)
+    new_lru = by_use[jnp.where(rank < num_stale, (rank + num_misses) % jnp.maximum(num_stale, 1), rank)]
 
-    first_ref = jnp.clip(first - num_slots, 0, num_refs - 1)
-    slot = jnp.where(is_hit, first, by_use[miss_number[first_ref]])
+    slot = jnp.where(is_hit, first, by_use[miss_number[jnp.clip(first - num_slots, 0, num_refs - 1)]])
     hot_row = hot[slot // page_entries] * row_step + slot % page_entries
     row = jnp.where(is_resident, resident_block * row_step + place, jnp.where(needs_slot, hot_row, MISS))
 
@@ -131,7 +129,8 @@ def _resolve_request(
     plan_host = jnp.where(planned, host_row[missing_ref], MISS)
     plan_slot = jnp.where(planned, by_use[order], MISS)
     plan_dest = jnp.where(planned, hot[plan_slot // page_entries] * row_step + plan_slot % page_entries, MISS)
-    new_map = slot_host.at[jnp.where(planned, plan_slot, num_slots)].set(plan_host, mode="drop")
+    miss_of_slot = _order_of(by_use)
+    new_map = jnp.where(miss_of_slot < num_misses, plan_host[jnp.minimum(miss_of_slot, num_refs - 1)], slot_host)
 
     valid = row >= 0
     num_newest = jnp.sum(is_resident & is_new)
@@ -152,13 +151,20 @@ def _resolve_request(
     )
 
 
-def _first_equal(keys: Int32[Array, " n"]) -> Int32[Array, " n"]:
-    """Index of the first key equal to each key: one stable sort, in which every run of equal keys starts with it."""
-    by_key = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    ordered = keys[by_key]
+def _order_of(keys: Int32[Array, " n"] | Bool[Array, " n"]) -> Int32[Array, " n"]:
+    """The stable argsort; of a permutation, its inverse."""
+    return jnp.argsort(keys, stable=True).astype(jnp.int32)
+
+
+def _first_equal(keys: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+    """Index of the first key equal to each key, and whether a later key equals it. O(n log n), by one stable sort."""
+    place = jnp.arange(keys.size, dtype=jnp.int32)
+    ordered, by_key = jax.lax.sort((keys, place), num_keys=1, is_stable=True)
     starts_run = jnp.concatenate((jnp.ones(1, bool), ordered[1:] != ordered[:-1]))
-    run_start = jax.lax.cummax(jnp.where(starts_run, jnp.arange(keys.size, dtype=jnp.int32), 0))
-    return jnp.zeros_like(by_key).at[by_key].set(by_key[run_start], unique_indices=True)
+    goes_on = jnp.concatenate((~starts_run[1:], jnp.zeros(1, bool)))
+    run_start = jax.lax.cummax(jnp.where(starts_run, place, 0))
+    back = _order_of(by_key)
+    return by_key[run_start][back], goes_on[back]
 
 
 def gather_rows(

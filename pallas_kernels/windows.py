@@ -4,7 +4,6 @@ Slabs and host pools pass 2^31 bytes, so a place is always a pair of i32 numbers
 two windows: a page holds the values of all its rows first, then all their scales.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -71,8 +70,3 @@ def _pieces(start, width: int) -> list:
     if width < LANES:
         return [start + byte for byte in range(width)]
     return [pl.ds(start + byte, LANES) for byte in (*range(0, width - LANES, LANES), width - LANES)]
-
-
-def memory_space(array: jax.Array) -> jax.memory.Space:
-    """Where an array lives: its type carries it, also under tracing."""
-    return jax.typeof(array).memory_space

@@ -11,6 +11,9 @@ import numpy as np
 from hisparse_jax.coordinator import Ledger
 from hisparse_jax.status import NULL_BLOCK, Status
 
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""Compiler options for programs that run on tiny tables: compiling them takes longer than running them."""
+
 
 @dataclasses.dataclass
 class Page:
@@ -64,14 +67,17 @@ class TierModel:
         self.lost = [0] * batch
         self.next_transfer = 1
 
-    def requests(self) -> list[Request]:
-        return [r for r in self.slots if r]
+    def requests(self) -> list[tuple[int, Request]]:
+        return [(slot, r) for slot, r in enumerate(self.slots) if r]
+
+    def pages(self) -> list[tuple[int, int, Page]]:
+        return [(slot, index, page) for slot, r in self.requests() for index, page in enumerate(r.pages)]
 
     def all_pages(self) -> list[Page]:
-        return [p for r in self.requests() for p in r.pages] + self.orphans
+        return [page for _, _, page in self.pages()] + self.orphans
 
     def gpu_free(self) -> int:
-        fixed = sum(self.base * r.num_pages + self.hot_cost * r.hot for r in self.requests())
+        fixed = sum(self.base * r.num_pages + self.hot_cost * r.hot for _, r in self.requests())
         return self.usable - fixed - self.groups * sum(bool(p.in_gpu_table or p.gpu_lease) for p in self.all_pages())
 
     def host_free(self) -> int:
@@ -133,14 +139,14 @@ class TierModel:
         return Status.OK
 
     def spill(self, pages: list[list[bool]], release_after: bool, budget: int) -> list[tuple[int, int, int]]:
+        reclaimable = [p for _, r in self.requests() for p in r.candidates()]
         plan = []
-        for slot, request in enumerate(self.slots):
-            for index, page in enumerate(request.pages if request else []):
-                legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
-                legal = legal and (_among(page, request.candidates()) if release_after else not page.valid)
-                if legal and len(plan) < budget:
-                    plan.append(self._transfer(slot, index, page))
-                    page.promised = release_after
+        for slot, index, page in self.pages():
+            legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
+            legal = legal and (_among(page, reclaimable) if release_after else not page.valid)
+            if legal and len(plan) < budget:
+                plan.append(self._transfer(slot, index, page))
+                page.promised = release_after
         return plan
 
     def _transfer(self, slot: int, index: int, page: Page) -> tuple[int, int, int]:
@@ -168,23 +174,19 @@ class TierModel:
     def reclaim(self, num_blocks: int, budget: int) -> list[tuple[int, int, int]]:
         if num_blocks <= 0:
             return []
-        ranked = sorted(((len(r.candidates()), -slot) for slot, r in enumerate(self.slots) if r), reverse=True)
-        target = max(num_blocks, sum(n > 0 for n, _ in ranked) * (self.base + self.groups))
-        eventual = sum(self.groups for r in self.requests() for p in r.pages if p.promised)
-        eventual -= sum(self.hot_cost for r in self.requests() if r.switching)
+        ranked = sorted(self.requests(), key=lambda entry: (-len(entry[1].candidates()), entry[0]))
+        target = max(num_blocks, sum(bool(r.candidates()) for _, r in ranked) * (self.base + self.groups))
+        eventual = self.groups * sum(page.promised for _, _, page in self.pages())
+        eventual -= self.hot_cost * sum(r.switching for _, r in ranked)
         chosen = []
-        for _, slot in ranked:
-            slot, request = -slot, self.slots[-slot]
+        for _, request in ranked:
             if eventual >= target or request.switching:
                 continue
-            taken, left = [], budget
-            need = self.max_pages
-            if not request.hot:
-                need = -(-(target - eventual + self.hot_cost) // self.groups)
+            taken, left, need = [], budget, -(-(target - eventual + self.hot_cost) // self.groups)
             for page in request.candidates():
-                copy = not page.transfer and not page.valid
-                if len(taken) >= need or (request.hot and eventual + self.groups * len(taken) >= target):
+                if eventual + self.groups * len(taken) >= target if request.hot else len(taken) >= need:
                     break
+                copy = not page.transfer and not page.valid
                 if copy and not left:
                     continue
                 left -= copy
@@ -196,26 +198,25 @@ class TierModel:
         return self._give_up(chosen, budget=len(chosen))
 
     def eager(self, requests: list[bool], budget: int) -> list[tuple[int, int, int]]:
-        named = [r for r, wanted in zip(self.slots, requests, strict=True) if r and wanted]
-        return self._give_up([p for r in named for p in r.candidates()], budget)
+        return self._give_up([p for slot, r in self.requests() if requests[slot] for p in r.candidates()], budget)
 
     def _give_up(self, chosen: list[Page], budget: int) -> list[tuple[int, int, int]]:
         plan = []
-        for slot, request in enumerate(self.slots):
-            for index, page in enumerate(request.pages if request else []):
-                if _among(page, chosen):
-                    if not page.transfer and not page.valid:
-                        if len(plan) == budget:
-                            continue
-                        plan.append(self._transfer(slot, index, page))
-                    page.promised = True
+        for slot, index, page in self.pages():
+            if not _among(page, chosen):
+                continue
+            if not page.transfer and not page.valid:
+                if len(plan) == budget:
+                    continue
+                plan.append(self._transfer(slot, index, page))
+            page.promised = True
         self.settle()
         return plan
 
     def settle(self):
         for owns_hot in (True, False):
-            for slot, request in enumerate(self.slots):
-                promised = [p for p in request.pages if p.promised] if request else []
+            for slot, request in self.requests():
+                promised = [p for p in request.pages if p.promised]
                 if not promised or request.hot != owns_hot:
                     continue
                 if owns_hot:

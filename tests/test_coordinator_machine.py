@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from ledger_model import TierModel, recount
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from ledger_model import QUICK, TierModel, recount
 
 from hisparse_jax import coordinator, reclaim, spill
 from hisparse_jax.status import NULL_BLOCK
 
-SIZES = dict(num_blocks=37, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
+SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
 BATCH, PAGES, GROUPS, NEW, BUDGET = 3, 8, 2, 2, 4
 
 
@@ -22,7 +22,7 @@ def once(function, **static):
     """Jitted with its static arguments bound; a second trace fails."""
     named = functools.wraps(function)(functools.partial(function, **static))
     named.__name__ = f"{function.__name__}_{len(static)}_{static.get('release_after', '')}"
-    return jax.jit(chex.assert_max_traces(named, n=1))
+    return jax.jit(chex.assert_max_traces(named, n=1), compiler_options=QUICK)
 
 
 chex.clear_trace_counter()
@@ -50,6 +50,13 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger, self.model = coordinator.init_ledger(**SIZES), TierModel(**SIZES)
         self.plans, self.leases = [], {}
+
+    @initialize(num_pages=per_request(st.integers(3, 5)))
+    def start(self, num_pages):
+        for slot, count in enumerate(num_pages):
+            self.admit(slot, count)
+        for _ in range(2):
+            self.grow_all()
 
     @rule(slot=slots, num_pages=st.integers(1, PAGES) | st.sampled_from((0, -1, PAGES + 1, 2**31 - 1)))
     def admit(self, slot, num_pages):
@@ -79,6 +86,10 @@ class LedgerMachine(RuleBasedStateMachine):
     def seal(self, num_sealed):
         self.ledger = seal(self.ledger, i32(num_sealed))
         self.model.seal(num_sealed)
+
+    @rule()
+    def seal_all(self):
+        self.seal([PAGES] * BATCH)
 
     @rule(pages=st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH))
     def back_up(self, pages):
@@ -118,7 +129,15 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.plans)
     @rule(data=st.data())
     def enqueue(self, data):
-        plan, expected = data.draw(st.sampled_from(self.plans))
+        self._enqueue(*data.draw(st.sampled_from(self.plans)))
+
+    @precondition(lambda self: self.plans)
+    @rule()
+    def enqueue_all(self):
+        for entry in self.plans:
+            self._enqueue(*entry)
+
+    def _enqueue(self, plan, expected):
         self.ledger = commit_enqueued(self.ledger, plan)
         self.model.enqueue(expected)
         for _, _, transfer in expected:
@@ -143,10 +162,12 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self):
-        ledger, model = jax.device_get(self.ledger), self.model
+        ledger, model = self.ledger, self.model
         resident = np.asarray(ledger.tables.resident) != NULL_BLOCK
         shape = (BATCH, PAGES)
-        expected = {name: np.zeros(shape, int) for name in ("grown", "in_gpu_table", "in_host_table", "valid", "promised", "transfer")}
+        expected = {
+            name: np.zeros(shape, int) for name in ("grown", "in_gpu_table", "in_host_table", "valid", "promised", "transfer")
+        }
         for b, request in enumerate(model.slots):
             for p, page in enumerate(request.pages if request else []):
                 for name, table in expected.items():
@@ -182,4 +203,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

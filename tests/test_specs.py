@@ -33,6 +33,9 @@ def first[S: CacheSpec](spec_class: type[S], model: str = "v4-flash", **cache) -
     )
 
 
+FLASH_KINDS = first(SourceSpec), first(IndexSpec), first(C128Spec)
+
+
 @pytest.mark.parametrize(
     ("spec_class", "cache", "page_bytes"),
     [

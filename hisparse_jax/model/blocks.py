@@ -79,8 +79,8 @@ class Attention(nnx.Module):
         width = window.shape[1]
         history = jnp.concatenate([read_ring(window, span), rows], axis=1)
         index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]
-        seen = _window_mask(span, width)[..., None]
-        return entry.unpack(border(jnp.where(seen, history[:, index], 0)))
+        keys = history.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return entry.unpack(border(jnp.where(_window_mask(span, width)[..., None], keys, 0)))
 
     def _compress(self, x, span: Span, state: LayerState, cache: EntryCache, layout: CacheLayout):
         values, numbers, real, ring = self.compressor(x, span, state.ring)
@@ -166,7 +166,7 @@ class DeepseekV4(nnx.Module):
         layout: CacheLayout,
     ) -> tuple[Float[Array, "R T n D"], tuple[LayerState, ...], EntryCache, tuple[Selection, ...]]:
         """Residual streams after the last layer, the states and the cache after the span, each C4 layer's selection."""
-        x = self.embed[...][tokens].astype(self.embed[...].dtype)
+        x = self.embed[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
         streams = jnp.broadcast_to(x[:, :, None, :], (*x.shape[:2], self.config.hc_mult, x.shape[-1]))
         after, selections, led = [], [], None
         for i, block in enumerate(self.layers):

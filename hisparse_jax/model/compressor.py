@@ -43,13 +43,17 @@ class Compressor(nnx.Module):
         wide = x.astype(jnp.float32)
         kv = contract("rtd,wd->rtw", wide, self.wkv[...].astype(jnp.float32))
         gate = contract("rtd,wd->rtw", wide, self.wgate[...].astype(jnp.float32))
-        rows = border(jnp.concatenate([kv, gate + self.ape[...][span.positions % self.ratio]], axis=-1))
+        rows = border(jnp.concatenate([kv, gate + self._position_bias(span)], axis=-1))
         closing, real = span.closings(self.ratio)
         pooled = self._pool(jnp.concatenate([read_ring(ring, span), rows], axis=1), closing, span)
         values = rms_norm(pooled.astype(x.dtype), self.norm[...], self.config.rms_norm_eps)
-        number = closing // self.ratio
+        number = jax.lax.div(closing, self.ratio)
         values = rotate(values, number * self.ratio, frequencies(self.config, self.ratio))
         return values, number, real, write_ring(ring, rows, span)
+
+    def _position_bias(self, span: Span) -> Float32[Array, "R T cw"]:
+        at = jax.lax.rem(span.positions, self.ratio)
+        return self.ape[...].at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def _pool(
         self, history: Float32[Array, "R WT 2cw"], closing: Int32[Array, "R E"], span: Span
@@ -57,7 +61,8 @@ class Compressor(nnx.Module):
         items, width = ring_rows(self.ratio), self.width
         position = closing[..., None] - (items - 1) + jnp.arange(items, dtype=jnp.int32)
         index = position - (span.start[:, None, None] - ring_rows(self.ratio))
-        rows = history[jnp.arange(history.shape[0])[:, None, None], jnp.clip(index, 0, history.shape[1] - 1)]
+        request = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None, None]
+        rows = history.at[request, index].get(mode="clip", wrap_negative_indices=False)
         kv, gate = jnp.split(rows, 2, axis=-1)
         if self.ratio == C4:  # first halves of the older four tokens, second halves of the newer four
             kv, gate = (

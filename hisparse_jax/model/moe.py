@@ -38,7 +38,7 @@ class MoE(nnx.Module):
         cfg = self.config
         scores = jnp.sqrt(jax.nn.softplus(contract("rtd,ed->rte", x, self.gate[...].astype(x.dtype))))
         if self.hashed:
-            chosen = self.routing[...][tokens]
+            chosen = self.routing[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
         else:
             _, chosen = jax.lax.top_k(scores + self.routing[...].reshape(1, 1, -1), cfg.num_experts_per_tok)
         picked = jax.nn.one_hot(chosen, cfg.n_routed_experts, dtype=jnp.float32).sum(axis=-2) * scores

@@ -1,5 +1,6 @@
 """Which tokens a call computes: `T` consecutive positions of each of `R` requests. Decode has T = 1, prefill R = 1."""
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int32
@@ -26,13 +27,13 @@ class Span(struct.PyTreeNode):
     def closings(self, ratio: int) -> tuple[Int32[Array, "R E"], Bool[Array, "R E"]]:
         """Positions that close an entry of `ratio` tokens, ascending, and which of them are real; E = cdiv(T, ratio)."""
         most = -(-self.positions.shape[1] // ratio)
-        first = self.start + ratio - 1 - self.start % ratio
+        first = self.start + ratio - 1 - jax.lax.rem(self.start, ratio)
         closing = first[:, None] + ratio * jnp.arange(most, dtype=jnp.int32)[None, :]
         return closing, closing < (self.start + self.count)[:, None]
 
     def num_entries(self, ratio: int) -> Int32[Array, "R T"]:
         """Entries of `ratio` tokens that each position sees, its own included; 0 on padding."""
-        return jnp.where(self.valid, (self.positions + 1) // ratio, 0)
+        return jnp.where(self.valid, jax.lax.div(self.positions + 1, ratio), 0)
 
 
 def make_span(slots: Int32[Array, " R"], start: Int32[Array, " R"], count: Int32[Array, " R"], num_tokens: int) -> Span:
@@ -47,7 +48,8 @@ def read_ring(ring: Array, span: Span) -> Array:
     """
     width = ring.shape[1]
     before = span.start[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
-    return ring[span.slots[:, None], before % width]
+    at = jax.lax.rem(before + width, width)  # below 0 only while the sequence is shorter than the ring
+    return ring.at[span.slots[:, None], at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def write_ring(ring: Array, rows: Array, span: Span) -> Array:
@@ -56,4 +58,5 @@ def write_ring(ring: Array, rows: Array, span: Span) -> Array:
     end = (span.start + span.count)[:, None]
     kept = (span.positions < end) & (span.positions >= end - width)
     slots = jnp.where(kept, span.slots[:, None], batch)
-    return ring.at[slots, span.positions % width].set(rows, mode="drop")
+    at = jax.lax.rem(span.positions, width)
+    return ring.at[slots, at].set(rows, mode="drop", wrap_negative_indices=False)
