@@ -135,6 +135,7 @@ def test_write_then_read_is_in_place_inside_a_loop():
     pool, slab = as_pool(np.zeros((300, PAGE), np.uint8)), jnp.zeros((200, PAGE), jnp.uint8)
     compiled = run.lower(pool, slab, 3).compile()
     stats = compiled.memory_analysis()
+    assert stats is not None
     assert stats.alias_size_in_bytes == pool.size + slab.size
     assert stats.temp_size_in_bytes < slab.size
     pool, slab = (np.array(x, copy=True) for x in run(pool, slab, 3))

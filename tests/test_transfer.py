@@ -128,7 +128,7 @@ def test_staging_a_whole_lost_history_of_the_largest_size():
     topk = np.arange(20).reshape(5, 4)[::-1]
     staged, read = stage(filled_pool(2), topk, [20] * 5, np.zeros(6), host)
     assert staged.rows.tolist() == topk.tolist() and int(staged.num_staged) == 20
-    np.testing.assert_array_equal(read.reshape(20, -1), np.stack([row(2, ENTRIES + j) for j in topk.reshape(-1)]))
+    np.testing.assert_array_equal(read.reshape(20, -1), np.stack([row(2, ENTRIES + int(j)) for j in topk.reshape(-1)]))
 
 
 def test_staging_more_references_than_entries():

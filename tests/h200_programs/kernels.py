@@ -5,6 +5,7 @@ V4-Flash's layout: pages of 37,440 bytes, six layers in a block; a slab of 40 Gi
 
 import functools
 import itertools
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def pool_of(fmt: RowFormat) -> jax.ShapeDtypeStruct:
     return spec((HOST_BLOCKS, fmt.page_bytes(ENTRIES)), jnp.uint8, "pinned_host")
 
 
-def ints(*shape: int) -> jax.ShapeDtypeStruct:
+def ints(*shape: int) -> Any:
     return spec(shape, jnp.int32)
 
 
@@ -70,7 +71,7 @@ def check_rows(fmt: RowFormat) -> None:
 
 def decode_like(pool, slab, hot_map, scores, data, rows, host_rows, slab_blocks, host_blocks, lengths, new, *tables):
     """Write, back up, select, resolve, swap in, read, spill: the pool is written and read in one body, for seven steps."""
-    place = dict(page_entries=ENTRIES, offset=37_440, row_step=384)
+    place: dict[str, Any] = dict(page_entries=ENTRIES, offset=37_440, row_step=384)
 
     def body(_, carry):
         pool, slab, hot_map, seen = carry
@@ -98,7 +99,7 @@ def decode_like(pool, slab, hot_map, scores, data, rows, host_rows, slab_blocks,
 
 
 def check_loop() -> None:
-    pool, hot_map = pool_of(FP8), HotMap(slot_host=ints(BATCH, SLOTS), lru=spec((BATCH, SLOTS), jnp.int16))
+    pool, hot_map = pool_of(FP8), HotMap(slot_host=ints(BATCH, SLOTS), lru=cast(Any, spec((BATCH, SLOTS), jnp.int16)))
     moved = [spec((BATCH, FP8.row_bytes), jnp.uint8), *itertools.repeat(ints(BATCH), 6)]
     tables = [ints(BATCH, PAGES), ints(BATCH, PAGES), ints(BATCH, SLOTS // ENTRIES)]
     scores = spec((BATCH, PAGES * ENTRIES), jnp.float32)
