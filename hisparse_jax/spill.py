@@ -72,7 +72,7 @@ def commit_completed(ledger: Ledger, plan: SpillPlan) -> Ledger:
     plan that was committed already changes nothing.
     """
     ledger = _end_gpu_leases(ledger, plan)
-    batch, max_pages = ledger.valid.shape
+    batch = ledger.valid.shape[0]
     open_ = (plan.transfer != 0) & (ledger.host_lease[plan.host] == plan.transfer)
     host, _ = free(ledger.host, jnp.where(open_, plan.host, NULL_BLOCK))
     lease = jnp.where(open_, plan.host, ledger.host_lease.shape[0])

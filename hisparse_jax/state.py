@@ -34,13 +34,21 @@ class TieredState(struct.PyTreeNode):
 
 def init_state(layout: CacheLayout) -> TieredState:
     """An empty cache of `layout`. Host memory is checked before any of it is taken."""
-    batch, num_layers = layout.cache.max_requests, len(layout.model.c4_layers)
     check_host_budget(layout.host_bytes)
+    pools = tuple(make_host_pool(layout.host_blocks, layout.page_bytes) for _ in layout.model.c4_layers)
+    return assemble_state(layout, jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8), pools)
+
+
+def assemble_state(
+    layout: CacheLayout, slab: UInt8[Array, "N stride"], pools: tuple[UInt8[Array, "H page_bytes"], ...]
+) -> TieredState:
+    """An empty cache around a slab and host pools that exist already, or are only specified (`jax.eval_shape`)."""
+    batch = layout.cache.max_requests
     return TieredState(
         sequences=init_sequences(batch),
         layers=init_layer_states(layout),
-        slab=jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8),
-        pools=tuple(make_host_pool(layout.host_blocks, layout.page_bytes) for _ in range(num_layers)),
+        slab=slab,
+        pools=pools,
         ledger=init_ledger(
             num_blocks=layout.gpu_blocks,
             num_host_blocks=layout.host_blocks,
@@ -50,7 +58,7 @@ def init_state(layout: CacheLayout) -> TieredState:
             max_pages=layout.max_pages,
             hot_pages=layout.hot_pages,
         ),
-        hot_maps=tuple(init_hot_map(batch, layout.num_hot_slots) for _ in range(num_layers)),
+        hot_maps=tuple(init_hot_map(batch, layout.num_hot_slots) for _ in layout.model.c4_layers),
         traffic=init_traffic(batch),
         homeless=jnp.zeros(batch, jnp.int32),
     )

@@ -35,8 +35,8 @@ from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True)
 
-DEFAULT_PROMPTS = ("urllib/error.py", "json/tool.py", "bisect.py")
-"""Modules of Python's standard library, 2,000 to 4,000 bytes each."""
+DEFAULT_PROMPTS = ("token.py", "email/base64mime.py", "io.py")
+"""Modules of Python's standard library, 2,000 to 4,000 bytes each, of lengths that grow by a page within 128 steps."""
 
 
 @dataclasses.dataclass(frozen=True)

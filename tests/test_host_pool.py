@@ -4,6 +4,7 @@ The kernels run in interpret mode, which takes no host-space operand: there the 
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -143,3 +144,36 @@ def test_write_then_read_is_in_place_inside_a_loop():
     assert slab[1, VALUES] == 0 and slab[1, 2 * VALUES] == 1 and slab[2, 0] == 2
     np.testing.assert_array_equal(pool[9], slab[1])
     assert not pool[8].any()
+
+
+ADDRESSES = """
+import functools
+import re
+import jax.numpy as jnp
+from h200 import compile_for_h200, spec
+from pallas_kernels.copy_pages import copy_pages
+from pallas_kernels.gather_rows import gather_rows
+from pallas_kernels.store_entry import store_entry
+
+pool, slab = spec((87_402, 37_440), jnp.uint8, "pinned_host"), spec((191_193, 224_640), jnp.uint8)
+ids, rows, row = spec((8,), jnp.int32), spec((8, 584), jnp.uint8), dict(value_bytes=576, scale_bytes=8, page_entries=64)
+compile_for_h200(functools.partial(gather_rows, **row, offset=0, row_step=384), pool, slab, ids, ids, donate=1)
+compile_for_h200(functools.partial(store_entry, **row), pool, rows, ids, donate=0)
+compile_for_h200(functools.partial(copy_pages, offset=0, page_bytes=37_440), pool, slab, ids, ids, donate=0)
+"""
+
+
+def test_kernels_multiply_block_numbers_in_64_bits(run_h200, monkeypatch):
+    """A pool of 3.3 GB overflows an i32 offset, signed or not by a hair: the block pitch must widen the product."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    ptx = run_h200(code=ADDRESSES)
+    products = re.findall(r"(m(?:ul|ad)\.\S+)\s[^;]*\b(37440|224640)\b", ptx)
+    assert {int(pitch) for _, pitch in products} == {37_440, 224_640} and ptx.count(".entry") == 3
+    assert {kind for kind, _ in products} <= {
+        "mul.wide.s32",
+        "mul.wide.u32",
+        "mad.wide.s32",
+        "mad.wide.u32",
+        "mul.lo.s64",
+        "mad.lo.s64",
+    }

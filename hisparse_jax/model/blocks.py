@@ -78,9 +78,10 @@ class Attention(nnx.Module):
         """Keys of each token's sliding window, oldest first; the positions before the sequence are zeros."""
         width = window.shape[1]
         history = jnp.concatenate([read_ring(window, span), rows], axis=1)
+        position = span.start[:, None] - width + jnp.arange(history.shape[1])
+        keys = entry.unpack(border(jnp.where((position >= 0)[..., None], history, 0)))
         index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]
-        keys = history.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        return entry.unpack(border(jnp.where(_window_mask(span, width)[..., None], keys, 0)))
+        return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
 
     def _compress(self, x, span: Span, state: LayerState, cache: EntryCache, layout: CacheLayout):
         values, numbers, real, ring = self.compressor(x, span, state.ring)
@@ -106,6 +107,7 @@ class Attention(nnx.Module):
             weights,
             lambda page, n: cache.read_index(self.layer, page, n, span, layout),
             index=layout.index,
+            limit=span.num_entries(C4).max(),
             num_pages=layout.max_pages,
             page_entries=layout.page_entries,
         )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from hisparse_jax.config import C4, ModelConfig
 from hisparse_jax.model.compressor import Compressor
@@ -18,7 +18,7 @@ from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import Span
 from hisparse_jax.rows import RowFormat, hadamard
 
-SCORE_BLOCK = 4_096
+DECODE_BLOCK, PREFILL_BLOCK = 4_096, 512
 """Entries scored at a time."""
 
 
@@ -51,25 +51,34 @@ def score_entries(
     weights: Float32[Array, "R T H"],
     read_keys: Callable[[jax.Array, int], UInt8[Array, "R n row_bytes"]],
     *,
+    limit: Int32[Array, ""],
     index: RowFormat,
     num_pages: int,
     page_entries: int,
 ) -> Float32[Array, "R T N"]:
-    """Index score of every entry of `num_pages` pages; columns past a request's length hold finite leftovers or zeros.
+    """Index score of the first `limit` entries of `num_pages` pages; later columns hold leftovers or zeros, to be masked.
 
-    `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. The scores are a border: selection reads
-    exactly these numbers in both twins.
+    `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. Prefill scores as many blocks as `limit` needs. Decode
+    scores all of them: a loop whose length the GPU has to tell the host would cost more. The scores are a border: selection
+    reads exactly these numbers in both twins.
     """
-    block_pages = min(num_pages, max(1, SCORE_BLOCK // page_entries))
-    blocks = -(-num_pages // block_pages)
+    wanted = DECODE_BLOCK if queries.shape[1] == 1 else PREFILL_BLOCK
+    block_pages = min(num_pages, max(1, wanted // page_entries))
+    blocks, width = -(-num_pages // block_pages), block_pages * page_entries
 
-    def block(first_page):
-        keys, scale = index.unpack_scaled(border(read_keys(first_page, block_pages)))
+    def block(number):
+        keys, scale = index.unpack_scaled(border(read_keys(number * block_pages, block_pages)))
         dots = jax.nn.relu(contract("rthd,rnd->rthn", queries, keys))
-        return contract("rth,rthn->rtn", weights, dots) * scale[:, None, :]
+        return border(contract("rth,rthn->rtn", weights, dots) * scale[:, None, :])
 
     if blocks == 1:
-        return border(block(jnp.int32(0)))
-    scored = jax.lax.map(block, jnp.arange(blocks, dtype=jnp.int32) * block_pages)
-    scored = jnp.moveaxis(scored, 0, 2).reshape(*scored.shape[1:3], -1)
-    return border(scored[..., : num_pages * page_entries])
+        return block(jnp.int32(0))
+    if queries.shape[1] == 1:
+        scored = jnp.moveaxis(jax.lax.map(block, jnp.arange(blocks, dtype=jnp.int32)), 0, 2)
+        return scored.reshape(*scored.shape[:2], -1)[..., : num_pages * page_entries]
+
+    def fill(number, scores):
+        return jax.lax.dynamic_update_slice_in_dim(scores, block(number), number * width, axis=2)
+
+    scores = jnp.zeros((*queries.shape[:2], blocks * width), jnp.float32)
+    return jax.lax.fori_loop(0, -(-limit // width), fill, scores)[..., : num_pages * page_entries]

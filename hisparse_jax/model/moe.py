@@ -48,7 +48,7 @@ class MoE(nnx.Module):
         gate = contract("rtd,efd->rtef", x, self.w1[...].astype(x.dtype))
         up = contract("rtd,efd->rtef", x, self.w3[...].astype(x.dtype))
         hidden = (_gated(gate, up, self.config.swiglu_limit) * share[..., None]).astype(x.dtype)
-        return contract("rtef,edf->rtd", hidden, self.w2[...].astype(x.dtype))
+        return contract("rtef,edf->ertd", hidden, self.w2[...].astype(x.dtype)).sum(axis=0)  # no transposed copy of w2
 
     def __call__(self, x: Float[Array, "R T D"], tokens: Int32[Array, "R T"]) -> Float[Array, "R T D"]:
         routed = self._experts(x, self.route(x, tokens))

@@ -1,0 +1,50 @@
+"""The tiered decode call at V4-Flash's geometry: 64 requests of 131,072 tokens, a 40 GiB slab, 64 GiB of host pools.
+
+A few layers of each kind stand for 43. Nothing may copy a pool or the slab, nor want host memory beside the pools.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from h200 import assert_in_place, compile_for_h200, spec, specs_like
+
+from hisparse_jax import decode
+from hisparse_jax.config import CacheConfig, preset
+from hisparse_jax.layout import CacheLayout, plan_layout
+from hisparse_jax.model.blocks import DeepseekV4
+from hisparse_jax.state import TieredState, assemble_state
+from hisparse_jax.weights import tensor_dtype, tensor_shapes
+
+FLASH = dataclasses.replace(preset("v4-flash"), num_hidden_layers=7, compress_ratios=(0, 4, 128, 4, 128, 4, 4))
+DEVICE_TEMP = 2 * 2**30
+
+
+def state_specs(layout: CacheLayout) -> TieredState:
+    pools = tuple(
+        spec((layout.host_blocks, layout.page_bytes), jnp.uint8, "pinned_host") for _ in layout.model.c4_layers
+    )
+    slab = spec((layout.gpu_blocks, layout.stride), jnp.uint8)
+    rest = jax.eval_shape(lambda: assemble_state(layout, jnp.zeros((1, 1), jnp.uint8), ()))
+    return jax.tree.map(lambda x: spec(x.shape, x.dtype), rest).replace(slab=slab, pools=pools)
+
+
+def check(backup: str) -> None:
+    cache = CacheConfig(
+        max_model_len=131_072, max_requests=64, gpu_pool_bytes=40 * 2**30, host_pool_bytes=64 * 2**30, backup=backup
+    )
+    layout = plan_layout(FLASH, cache)
+    weights = {n: spec(shape, tensor_dtype(n, jnp.bfloat16)) for n, shape in tensor_shapes(FLASH).items()}
+    model, state = DeepseekV4(FLASH, weights), state_specs(layout)
+
+    def call(model, state, num_steps):
+        return decode.decode_steps.__wrapped__(model, state, num_steps, layout=layout, max_steps=64)
+
+    compiled = compile_for_h200(call, model, state, spec((), jnp.int32), donate=1)
+    print(backup, compiled.stats)
+    assert_in_place(compiled, state.slab, *state.pools)
+    assert compiled.stats.temp_size_in_bytes < DEVICE_TEMP, f"device temp {compiled.stats.temp_size_in_bytes / 2**30:.2f} GiB"
+
+
+for mode in ("write_through", "spill"):
+    check(mode)
