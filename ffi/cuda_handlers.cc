@@ -1,20 +1,24 @@
-// Page copies by DMA, on XLA's stream or beside it.
+// Page copies by DMA or by a kernel, on XLA's stream or beside it.
 //
 // Handlers run on the host when XLA enqueues the program: they read the ids, enqueue copies, and return. A
 // fork makes a private stream of the device wait for XLA's stream as it stands, and enqueues there; a join
 // makes XLA's stream wait for that fork's last copy. None of the handlers blocks, except where one fails:
 // then every forked copy of the device has ended before the error is returned. They are not marked as
 // capturable: the ids, and so the copies, differ from call to call.
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "cuda_runtime.h"
 #include "page_copies.h"
+#include "page_kernel.h"
 
 namespace hisparse {
 namespace {
@@ -23,13 +27,35 @@ using cuda::Event;
 using cuda::Runtime;
 using cuda::Stream;
 
-// From how many pages on one batched call is used instead of one call a page: 128 scattered pages of 37 KB
-// move at 20 to 28 GB/s batched and at 13 to 15 singly (H200, CUDA 13); a few pages are launched sooner
-// singly.
-struct CopyRule {
-  size_t batch_from_pages;
+// How pages can be copied. On an H200, CUDA 13, scattered pages of 37 KB move at 13 to 15 GB/s by one DMA
+// each, at 20 to 28 GB/s by a batched DMA, at 49 to 52 GB/s by a kernel's stores.
+enum class Way { kEach, kBatch, kKernel };
+
+// The table of choices: the first line whose number of pages is reached, and whose way is there, is taken. A
+// forked copy runs beside compute and is hidden, so it is better off leaving the multiprocessors alone.
+struct Choice {
+  bool forked;
+  size_t from_pages;
+  Way way;
 };
-constexpr CopyRule kCopyRule = {4};
+constexpr Choice kChoices[] = {
+    {false, 1, Way::kKernel}, {false, 4, Way::kBatch}, {false, 0, Way::kEach},
+    {true, 4, Way::kBatch},   {true, 0, Way::kEach},
+};
+
+// Blocks of a copying kernel: enough for the link, a fraction of the GPU.
+constexpr int64_t kKernelBlocks = 132;
+
+// HISPARSE_PAGE_COPIES=each, batch or kernel overrules the table, for measuring.
+std::optional<Way> ForcedWay() {
+  const char* name = std::getenv("HISPARSE_PAGE_COPIES");
+  if (name == nullptr) return std::nullopt;
+  const std::string_view way = name;
+  if (way == "each") return Way::kEach;
+  if (way == "batch") return Way::kBatch;
+  if (way == "kernel") return Way::kKernel;
+  return std::nullopt;
+}
 
 class Device {
  public:
@@ -39,7 +65,7 @@ class Device {
   ffi::Error Run(const Call& call, const PageCopies& copies, Stream stream) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ffi::Error error = Select(call); error.failure()) return error;
-    return Enqueue(call, copies, stream);
+    return Enqueue(call, copies, stream, /*forked=*/false);
   }
 
   ffi::Error Fork(const Call& call, const PageCopies& copies, Stream stream) {
@@ -50,7 +76,7 @@ class Device {
     if (ffi::Error error = Check(call, "cudaEventRecord", cuda_.EventRecord(ready_, stream)); error.failure())
       return error;
     if (ffi::Error error = Wait(call, private_, ready_); error.failure()) return error;
-    if (ffi::Error error = Enqueue(call, copies, private_); error.failure()) return error;
+    if (ffi::Error error = Enqueue(call, copies, private_, /*forked=*/true); error.failure()) return error;
     if (ffi::Error error = Check(call, "cudaEventRecord", cuda_.EventRecord(done, private_)); error.failure())
       return error;
     Forget(
@@ -135,16 +161,43 @@ class Device {
     forks_.erase(open);
   }
 
-  ffi::Error Enqueue(const Call& call, const PageCopies& copies, Stream stream) {
-    const std::vector<PageCopy>& pages = copies.pages;
-    bool batched = cuda_.MemcpyBatchAsync != nullptr && pages.size() >= kCopyRule.batch_from_pages;
-    if (batched) {  // a batched copy cannot be captured into a graph: it would fail, or be lost
-      int capturing = 0;
-      const auto status = cuda_.StreamIsCapturing(stream, &capturing);
-      if (ffi::Error error = Check(call, "cudaStreamIsCapturing", status); error.failure()) return error;
-      batched = capturing == 0;
+  ffi::Error Enqueue(const Call& call, const PageCopies& copies, Stream stream, bool forked) {
+    int capturing = 0;  // a batched copy cannot be captured into a graph: it would fail, or be lost
+    const auto status = cuda_.StreamIsCapturing(stream, &capturing);
+    if (ffi::Error error = Check(call, "cudaStreamIsCapturing", status); error.failure()) return error;
+    const bool has_batch = cuda_.MemcpyBatchAsync != nullptr && capturing == 0;
+    const auto there = [&](Way way) {
+      return way == Way::kEach || (way == Way::kBatch ? has_batch : kHasPageKernel);
+    };
+    Way way = Way::kEach;
+    if (const std::optional<Way> forced = ForcedWay(); forced && there(*forced)) {
+      way = *forced;
+    } else {
+      for (const Choice& choice : kChoices) {
+        if (choice.forked != forked || copies.pages.size() < choice.from_pages || !there(choice.way))
+          continue;
+        way = choice.way;
+        break;
+      }
     }
-    return batched ? EnqueueBatch(call, copies, stream) : EnqueueEach(call, copies, stream);
+    if (copies.pages.empty()) return ffi::Error::Success();
+    if (way == Way::kKernel) return EnqueueKernel(call, copies, stream);
+    return way == Way::kBatch ? EnqueueBatch(call, copies, stream) : EnqueueEach(call, copies, stream);
+  }
+
+  ffi::Error EnqueueKernel(const Call& call, const PageCopies& copies, Stream stream) {
+    const std::vector<PageCopy>& pages = copies.pages;
+    for (size_t first = 0; first < pages.size(); first += PagePlaces::kMax) {
+      PagePlaces places{};
+      for (size_t page = first; page < pages.size() && places.count < PagePlaces::kMax; ++page) {
+        places.from[places.count] = pages[page].from;
+        places.to[places.count++] = pages[page].to;
+      }
+      const auto status =
+          LaunchPageCopies(stream, places, static_cast<int64_t>(copies.page_bytes), kKernelBlocks);
+      if (ffi::Error error = Check(call, "page kernel", status); error.failure()) return error;
+    }
+    return ffi::Error::Success();
   }
 
   ffi::Error EnqueueEach(const Call& call, const PageCopies& copies, Stream stream) {

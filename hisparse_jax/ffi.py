@@ -42,6 +42,7 @@ import numpy as np
 from jaxtyping import Array, Int32, UInt8
 
 from hisparse_jax.config import ConfigError
+from pallas_kernels import cuda_kernels
 
 _HANDLERS = ("backup_pages", "backup_pages_fork", "backup_pages_join", "restore_pages")
 _PLATFORMS = ("cpu", "CUDA")
@@ -70,9 +71,9 @@ def library_path() -> str:
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """Loads the handlers and registers them for CPU and CUDA, once per process; no backend needs to be there.
+    """Loads the handlers and registers them for CPU and CUDA, and CUDA kernels where they are built, once per process.
 
-    Registering for a platform that is absent costs nothing and lets a machine without a GPU compile for one.
+    No backend needs to be there: registering for an absent platform lets a machine without a GPU compile for one.
     """
     path = library_path()
     try:
@@ -86,6 +87,7 @@ def load_library() -> ctypes.CDLL:
         raise FfiError(f"{path} cannot be used: {error}; run `pip install -e .` again to rebuild it.") from error
     for (name, platform), handler in handlers.items():
         jax.ffi.register_ffi_target(_target(name), jax.ffi.pycapsule(handler), platform=platform)
+    cuda_kernels.register(library)
     return library
 
 

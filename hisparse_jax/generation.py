@@ -22,7 +22,6 @@ from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.prompts import PromptError
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import Status, raise_for_status
-from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
 
 TWINS = {"tiered": decode, "resident": resident}
@@ -67,7 +66,7 @@ class Generation:
     """Compilation apart."""
     compile_seconds: float
     traces: int
-    """Of the jitted decode loop, in this run."""
+    """Programs the jitted decode loop was traced and compiled to in this run: 1, or 0 where an earlier run left it."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -136,7 +135,7 @@ def generate(
     if max_new_tokens < 1:
         raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1.")
     tell = on_progress or (lambda *_: None)
-    traced = traces[f"{twin_module(twin)}.decode_steps"]
+    compiled = run.decode_steps._cache_size()
     for prompt in prompts:  # refuse before anything is taken
         run.check_prompt(prompt, layout, max_new_tokens - 1)
     state = run.init_state(layout)
@@ -178,13 +177,8 @@ def generate(
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         compile_seconds=compile_seconds,
-        traces=traces[f"{twin_module(twin)}.decode_steps"] - traced,
+        traces=run.decode_steps._cache_size() - compiled,
     )
-
-
-def twin_module(twin: str) -> str:
-    """Name under which a twin counts its traces."""
-    return {"tiered": "decode", "resident": "resident"}[twin]
 
 
 class _Decoder:

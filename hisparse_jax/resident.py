@@ -18,7 +18,7 @@ from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.span import Span
 from hisparse_jax.prompts import PrefillOutput, admit_sequence, check_prompt, chunk_schedule, pad_chunk, start_running
-from hisparse_jax.sequences import Sequences, init_sequences
+from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.status import Status
 from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
 
@@ -49,7 +49,7 @@ class ResidentState(struct.PyTreeNode):
 def init_state(layout: CacheLayout) -> ResidentState:
     """An empty cache of `layout`."""
     batch = layout.cache.max_requests
-    return ResidentState(
+    state = ResidentState(
         sequences=init_sequences(batch),
         layers=init_layer_states(layout),
         slab=jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8),
@@ -57,6 +57,7 @@ def init_state(layout: CacheLayout) -> ResidentState:
             layout.gpu_blocks, layout.num_base_groups, layout.num_resident_groups, batch, layout.max_pages
         ),
     )
+    return committed(state)
 
 
 def _entries(state: ResidentState) -> ResidentEntries:

@@ -40,6 +40,11 @@ def init_sequences(batch: int) -> Sequences:
     )
 
 
+def committed(tree):
+    """`tree` committed to the default device: what a jitted call returns is, and jit compiles once more for what is not."""
+    return jax.device_put(tree, jax.local_devices()[0])
+
+
 def sample(
     logits: Float32[Array, "R V"],
     seed: UInt32[Array, " R"],

@@ -9,7 +9,7 @@ from hisparse_jax.host_memory import check_host_budget, make_host_pool
 from hisparse_jax.hot_map import HotMap, init_hot_map
 from hisparse_jax.layer_state import LayerState, init_layer_states
 from hisparse_jax.layout import CacheLayout
-from hisparse_jax.sequences import Sequences, init_sequences
+from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.tiered import Traffic, init_traffic
 
 
@@ -36,7 +36,8 @@ def init_state(layout: CacheLayout) -> TieredState:
     """An empty cache of `layout`. Host memory is checked before any of it is taken."""
     check_host_budget(layout.host_bytes)
     pools = tuple(make_host_pool(layout.host_blocks, layout.page_bytes) for _ in layout.model.c4_layers)
-    return assemble_state(layout, jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8), pools)
+    rest = committed(assemble_state(layout, jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8), ()))
+    return rest.replace(pools=pools)
 
 
 def assemble_state(

@@ -1,44 +1,69 @@
 """Rows of host pages to rows of the slab or of a staging buffer. Reference: `ref.gather_rows`.
 
-One program of one warpgroup copies one row in two windows, values and scales, and ends at once where there is none:
-`row_bytes` each way per row. Places are (block, byte) pairs; the kernel's addresses are 64-bit.
+A plan is mostly -1, and the misses of one request stand side by side: a fixed number of programs share it, item i going to
+program `i % num_programs`, so no request is served by one program. A row is two windows, values and scales: `row_bytes`
+each way per row, and `8 * M` bytes of ids. Places are (block, byte) pairs; addresses are 64-bit. By Pallas a program of
+one warpgroup copies a row at a time; by CUDA (`ffi/row_kernels.cu`) each of its warps four, in words of 16 bytes.
 """
 
 import functools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32, UInt8
 
-from pallas_kernels import ref
+from pallas_kernels import cuda_kernels, ref
 from pallas_kernels.host_pool import by_platform, on_device_view
-from pallas_kernels.windows import clear_window, copy_window, row_parts
+from pallas_kernels.windows import clear_window, common_alignment, copy_window, row_parts
+
+PROGRAMS = {"pallas": 1_056, "cuda": 264}
+"""Programs that share a plan: Pallas of one warpgroup, CUDA of eight warps; 8 and 2 on each of an H200's multiprocessors."""
 
 
-def _kernel(pool, host_rows, dest_rows, dest, *, parts, page_entries: int, offset: int, row_step: int):
-    index = jax.lax.axis_index("row")
-    host_row, dest_row = host_rows[index], dest_rows[index]
+def _kernel(pool, host_rows, dest_rows, dest, *, parts, page_entries: int, offset: int, row_step: int, align: int):
+    program = jax.lax.axis_index("program")
 
-    known = host_row < pool.shape[0] * page_entries
-    wanted = (host_row >= 0) & (dest_row >= 0) & (dest_row < dest.shape[0] * row_step)
-    dest_block = dest_row // row_step
+    def copy_row(i, _):
+        host_row, dest_row = host_rows[program, i], dest_rows[program, i]
+        known = host_row < pool.shape[0] * page_entries
+        wanted = (host_row >= 0) & (dest_row >= 0) & (dest_row < dest.shape[0] * row_step)
+        dest_block = dest_row // row_step
 
-    @pl.when(wanted & known)
-    def _():
-        for _, base, width in parts:
-            source, target = base + width * (host_row % page_entries), offset + base + width * (dest_row % row_step)
-            copy_window(pool, host_row // page_entries, source, dest, dest_block, target, width)
+        @pl.when(wanted & known)
+        def _():
+            for _, base, width in parts:
+                source, target = base + width * (host_row % page_entries), offset + base + width * (dest_row % row_step)
+                copy_window(pool, host_row // page_entries, source, dest, dest_block, target, width, align=align)
 
-    @pl.when(wanted & ~known)
-    def _():
-        for _, base, width in parts:
-            clear_window(dest, dest_block, offset + base + width * (dest_row % row_step), width)
+        @pl.when(wanted & ~known)
+        def _():
+            for _, base, width in parts:
+                clear_window(dest, dest_block, offset + base + width * (dest_row % row_step), width)
+
+    jax.lax.fori_loop(0, host_rows.shape[1], copy_row, None)
+
+
+def _deal(rows: Int32[Array, " M"], num_programs: int) -> Int32[Array, "{num_programs} n"]:
+    """Item i goes to program `i % num_programs`: what stands side by side is copied side by side."""
+    padded = jnp.pad(rows, (0, -rows.size % num_programs), constant_values=ref.MISS)
+    return padded.reshape(-1, num_programs).T
 
 
 @functools.partial(
     jax.jit,
-    static_argnames=("value_bytes", "scale_bytes", "page_entries", "offset", "row_step", "implementation", "interpret"),
+    static_argnames=(
+        "value_bytes",
+        "scale_bytes",
+        "page_entries",
+        "offset",
+        "row_step",
+        "implementation",
+        "num_programs",
+        "interpret",
+    ),
 )
 def gather_rows(
     pool: UInt8[Array, "H page_bytes"],
@@ -52,6 +77,7 @@ def gather_rows(
     offset: int,
     row_step: int,
     implementation: str | None = None,
+    num_programs: int | None = None,
     interpret: bool = False,
 ) -> UInt8[Array, "N stride"]:
     """Copies row `host_rows[i]` of `pool` to row `dest_rows[i]` of `dest`, which the result aliases.
@@ -60,7 +86,8 @@ def gather_rows(
     `r % row_step` of the page that starts at byte `offset` of the block (a compact staging buffer: offset 0, row_step
     page_entries). Slot s of a page: values at `value_bytes * s`, scales at `value_bytes * page_entries + scale_bytes * s`.
     -1 in either list: nothing. A host row beyond the pool fills its destination with zeros; a row beyond `dest` is dropped.
-    Rows of `dest_rows` must be distinct. `interpret=True` runs the kernel on a CPU, with the pool in device space.
+    Rows of `dest_rows` must be distinct. `num_programs` defaults to `PROGRAMS` of the implementation.
+    `interpret=True` runs the kernel on a CPU, with the pool in device space.
     """
     static = dict(page_entries=page_entries, offset=offset, row_step=row_step)
     if not host_rows.size:
@@ -72,14 +99,21 @@ def gather_rows(
         )
 
     def pallas(pool, dest, host_rows, dest_rows):
-        result = jax.new_ref(dest)
+        result, programs = jax.new_ref(dest), min(num_programs or PROGRAMS["pallas"], host_rows.size)
+        parts = row_parts(value_bytes, scale_bytes, page_entries)
+        align = common_alignment(pool.shape[1], dest.shape[1], offset, *(n for _, base, width in parts for n in (base, width)))
         plgpu.kernel(
-            functools.partial(_kernel, parts=row_parts(value_bytes, scale_bytes, page_entries), **static),
+            functools.partial(_kernel, parts=parts, align=align, **static),
             out_type=(),
-            grid=host_rows.shape,
-            grid_names=("row",),
+            grid=(programs,),
+            grid_names=("program",),
             interpret=plgpu.InterpretGPUParams() if interpret else None,
-        )(pool, host_rows, dest_rows, result)
+        )(pool, _deal(host_rows, programs), _deal(dest_rows, programs), result)
         return jax.freeze(result)
 
-    return by_platform(implementation, xla, pallas, pool, dest, host_rows, dest_rows)
+    def cuda(pool, dest, host_rows, dest_rows):
+        call = jax.ffi.ffi_call(cuda_kernels.require("gather_rows"), jax.typeof(dest), input_output_aliases={1: 0})
+        sizes = dict(value_bytes=value_bytes, scale_bytes=scale_bytes, num_blocks=num_programs or PROGRAMS["cuda"], **static)
+        return call(pool, dest, host_rows, dest_rows, **{name: np.int64(size) for name, size in sizes.items()})
+
+    return by_platform("gather_rows", implementation, xla, pallas, cuda, pool, dest, host_rows, dest_rows)

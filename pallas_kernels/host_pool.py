@@ -13,16 +13,24 @@ from collections.abc import Callable
 import jax
 from jax import lax
 
-IMPLEMENTATIONS = ("xla", "pallas")
+from pallas_kernels import cuda_kernels
+
+IMPLEMENTATIONS = ("xla", "pallas", "cuda")
+CUDA_PREFERENCE = ("cuda", "pallas")
+"""On CUDA the first of these that is there is the default."""
 
 
-def by_platform(implementation: str | None, xla: Callable, pallas: Callable, *operands: jax.Array) -> jax.Array:
-    """Runs `xla` or `pallas` on `operands`; None takes `xla` on a CPU and `pallas` on CUDA, at lowering."""
+def by_platform(
+    name: str, implementation: str | None, xla: Callable, pallas: Callable, cuda: Callable, *operands: jax.Array
+) -> jax.Array:
+    """Runs one implementation of op `name` on `operands`; None takes `xla` on a CPU, a kernel on CUDA, at lowering."""
     if implementation is None:
-        return lax.platform_dependent(*operands, cpu=xla, cuda=pallas)
+        kernels = {"cuda": cuda, "pallas": pallas}
+        there = [kernel for kernel in CUDA_PREFERENCE if kernel != "cuda" or name in cuda_kernels.registered()]
+        return lax.platform_dependent(*operands, cpu=xla, cuda=kernels[there[0]])
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{implementation=} is unknown; choose from {', '.join(IMPLEMENTATIONS)}, or None for the platform's.")
-    return (xla if implementation == "xla" else pallas)(*operands)
+    return {"xla": xla, "pallas": pallas, "cuda": cuda}[implementation](*operands)
 
 
 def on_device_view(pool: jax.Array) -> jax.Array:

@@ -1,22 +1,23 @@
 """Packed rows to host pages, the write-through of one layer. Reference: `ref.store_entry`.
 
-One program of one warpgroup stores one row in two windows. The pool is the only result: a call that also returned the
-slab does not compile. `row_bytes` each way per row; addresses are 64-bit.
+One program of one warpgroup (by CUDA: one warp) stores one row in two windows. The pool is the only result: a call that
+also returned the slab does not compile. `row_bytes` each way per row; addresses are 64-bit.
 """
 
 import functools
 
 import jax
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32, UInt8
 
-from pallas_kernels import ref
+from pallas_kernels import cuda_kernels, ref
 from pallas_kernels.host_pool import by_platform, like, on_device_view
-from pallas_kernels.windows import copy_window, row_parts
+from pallas_kernels.windows import common_alignment, copy_window, row_parts
 
 
-def _kernel(rows, host_rows, pool, *, parts, page_entries: int):
+def _kernel(rows, host_rows, pool, *, parts, page_entries: int, align: int):
     index = jax.lax.axis_index("row")
     host_row = host_rows[index]
 
@@ -24,7 +25,7 @@ def _kernel(rows, host_rows, pool, *, parts, page_entries: int):
     def _():
         for start, base, width in parts:
             target = base + width * (host_row % page_entries)
-            copy_window(rows, index, start, pool, host_row // page_entries, target, width)
+            copy_window(rows, index, start, pool, host_row // page_entries, target, width, align=align)
 
 
 @functools.partial(jax.jit, static_argnames=("value_bytes", "scale_bytes", "page_entries", "implementation", "interpret"))
@@ -55,9 +56,10 @@ def store_entry(
         return like(pool, stored)
 
     def pallas(pool, rows, host_rows):
-        result = jax.new_ref(pool)
+        result, parts = jax.new_ref(pool), row_parts(value_bytes, scale_bytes, page_entries)
+        align = common_alignment(pool.shape[1], rows.shape[1], *(n for part in parts for n in part))
         plgpu.kernel(
-            functools.partial(_kernel, parts=row_parts(value_bytes, scale_bytes, page_entries), **static),
+            functools.partial(_kernel, parts=parts, align=align, **static),
             out_type=(),
             grid=host_rows.shape,
             grid_names=("row",),
@@ -65,4 +67,9 @@ def store_entry(
         )(rows, host_rows, result)
         return like(pool, jax.freeze(result))
 
-    return by_platform(implementation, xla, pallas, pool, rows, host_rows)
+    def cuda(pool, rows, host_rows):
+        call = jax.ffi.ffi_call(cuda_kernels.require("store_entry"), jax.typeof(pool), input_output_aliases={0: 0})
+        sizes = dict(value_bytes=value_bytes, scale_bytes=scale_bytes, page_entries=page_entries)
+        return call(pool, rows, host_rows, **{name: np.int64(size) for name, size in sizes.items()})
+
+    return by_platform("store_entry", implementation, xla, pallas, cuda, pool, rows, host_rows)

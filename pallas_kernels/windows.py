@@ -4,13 +4,18 @@ Slabs and host pools pass 2^31 bytes, so a place is always a pair of i32 numbers
 two windows: a page holds the values of all its rows first, then all their scales.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int32, UInt8
 
 LANES = 128
-"""Threads of one warpgroup: what one load or store of a kernel moves, in bytes."""
+"""Threads of one warpgroup: what one load or store of a kernel moves, in bytes or wider words."""
+
+MAX_LANE_BYTES = 8
+"""Widest load or store of one thread. Source: Mosaic GPU's strided layout."""
 
 
 def row_parts(value_bytes: int, scale_bytes: int, page_entries: int) -> tuple[tuple[int, int, int], ...]:
@@ -48,14 +53,14 @@ def write_windows(
     return lax.scatter(array, places, data, dims, mode=mode, unique_indices=True)
 
 
-def copy_window(source, source_block, source_start, target, target_block, target_start, width: int) -> None:
+def copy_window(source, source_block, source_start, target, target_block, target_start, width: int, *, align: int = 1) -> None:
     """Inside a Mosaic GPU kernel: copies `width` bytes from ref to ref. All loads stand before all stores.
 
-    A warpgroup moves 128 bytes at a time; the last piece overlaps the one before it, so any width from 128 is covered.
-    Narrower windows go byte by byte.
+    `align` divides every address of both windows: a warpgroup then moves up to 128 * 8 bytes at a time, else 128. The last
+    piece overlaps the one before it, so any width from 128 is covered. Narrower windows go byte by byte.
     """
-    loaded = [source[source_block, piece] for piece in _pieces(source_start, width)]
-    for piece, data in zip(_pieces(target_start, width), loaded):
+    loaded = [source[source_block, piece] for piece in _pieces(source_start, width, align)]
+    for piece, data in zip(_pieces(target_start, width, align), loaded):
         target[target_block, piece] = data
 
 
@@ -66,7 +71,17 @@ def clear_window(target, target_block, target_start, width: int) -> None:
         target[target_block, piece] = jnp.zeros(shape, jnp.uint8)
 
 
-def _pieces(start, width: int) -> list:
+def common_alignment(*numbers: int) -> int:
+    """The largest power of two, at most `MAX_LANE_BYTES`, that divides all of `numbers`."""
+    return math.gcd(MAX_LANE_BYTES, *numbers)
+
+
+def _pieces(start, width: int, align: int = 1) -> list:
     if width < LANES:
         return [start + byte for byte in range(width)]
-    return [pl.ds(start + byte, LANES) for byte in (*range(0, width - LANES, LANES), width - LANES)]
+    pieces, done = [], 0
+    while width - done >= LANES:
+        size = next(LANES * lane for lane in (8, 4, 2, 1) if align % lane == 0 and LANES * lane <= width - done)
+        pieces.append(pl.ds(start + done, size))
+        done += size
+    return [*pieces, *([pl.ds(start + width - LANES, LANES)] if done < width else [])]

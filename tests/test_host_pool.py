@@ -113,9 +113,9 @@ def test_nothing_to_move(how):
 
 
 def test_refuses_an_unknown_implementation():
-    with pytest.raises(ValueError, match="implementation='cuda' is unknown; choose from xla, pallas"):
+    with pytest.raises(ValueError, match="implementation='triton' is unknown; choose from xla, pallas, cuda"):
         copy_pages(as_pool(np.zeros((2, 9), np.uint8)), jnp.zeros((2, 9), jnp.uint8), ids([1]), ids([1]), offset=0, page_bytes=9,
-                   implementation="cuda")  # fmt: skip
+                   implementation="triton")  # fmt: skip
 
 
 def test_write_then_read_is_in_place_inside_a_loop():

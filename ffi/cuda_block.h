@@ -1,0 +1,71 @@
+// What one block of 1,024 threads does together. Included by .cu files only.
+#ifndef HISPARSE_FFI_CUDA_BLOCK_H_
+#define HISPARSE_FFI_CUDA_BLOCK_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace hisparse {
+
+namespace ffi = xla::ffi;
+
+constexpr int kThreads = 1024;
+constexpr int kWarps = kThreads / 32;  // one lane per warp in the second stage of a scan
+constexpr unsigned kAllLanes = 0xffffffffu;
+static_assert(kWarps == 32);
+
+// Sum of `value` over the threads before this one; `*total` is the sum over all. One barrier inside: let another
+// one pass before `scratch`, `kWarps` words of shared memory, is used again.
+__device__ __forceinline__ int ExclusiveSum(int value, int* scratch, int* total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int sum = value;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const int before = __shfl_up_sync(kAllLanes, sum, step);
+    if (lane >= step) sum += before;
+  }
+  if (lane == 31) scratch[warp] = sum;
+  __syncthreads();
+  const int of_warp = scratch[lane];
+  *total = __reduce_add_sync(kAllLanes, of_warp);
+  return __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0) + sum - value;
+}
+
+inline ffi::Error CheckCuda(const char* what, const char* function, cudaError_t status) {
+  if (status == cudaSuccess) return ffi::Error::Success();
+  return ffi::Error::Internal(std::string(what) + ": " + function + ": " + cudaGetErrorString(status));
+}
+
+// Launches blocks of `kThreads` in clusters of `cluster` along x, with `shared_bytes` of dynamic shared memory.
+template <typename... Parameters, typename... Arguments>
+ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks, int cluster, size_t shared_bytes,
+                  void (*kernel)(Parameters...), Arguments... arguments) {
+  ffi::Error error = CheckCuda(what, "cudaSetDevice", cudaSetDevice(ordinal));
+  if (error.failure()) return error;
+  if (shared_bytes > 16 * 1024) {  // a kernel has 48 KiB without asking, its static part included
+    error = CheckCuda(what, "cudaFuncSetAttribute",
+                      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           static_cast<int>(shared_bytes)));
+    if (error.failure()) return error;
+  }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = cluster > 1 ? 1 : 0;
+  return CheckCuda(what, "cudaLaunchKernelEx", cudaLaunchKernelEx(&config, kernel, Parameters(arguments)...));
+}
+
+}  // namespace hisparse
+
+#endif  // HISPARSE_FFI_CUDA_BLOCK_H_
