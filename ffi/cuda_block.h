@@ -18,8 +18,8 @@ constexpr int kWarps = kThreads / 32;  // one lane per warp in the second stage 
 constexpr unsigned kAllLanes = 0xffffffffu;
 static_assert(kWarps == 32);
 
-// Sum of `value` over the threads before this one; `*total` is the sum over all. One barrier inside: let another
-// one pass before `scratch`, `kWarps` words of shared memory, is used again.
+// Sum of `value` over the threads before this one; `*total` is the sum over all. One barrier inside: let
+// another one pass before `scratch`, `kWarps` words of shared memory, is used again.
 __device__ __forceinline__ int ExclusiveSum(int value, int* scratch, int* total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int sum = value;
@@ -40,10 +40,11 @@ inline ffi::Error CheckCuda(const char* what, const char* function, cudaError_t 
   return ffi::Error::Internal(std::string(what) + ": " + function + ": " + cudaGetErrorString(status));
 }
 
-// Launches blocks of `kThreads` in clusters of `cluster` along x, with `shared_bytes` of dynamic shared memory.
+// Launches blocks of `kThreads` in clusters of `cluster` along x, with `shared_bytes` of dynamic shared
+// memory.
 template <typename... Parameters, typename... Arguments>
-ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks, int cluster, size_t shared_bytes,
-                  void (*kernel)(Parameters...), Arguments... arguments) {
+ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks, int cluster,
+                  size_t shared_bytes, void (*kernel)(Parameters...), Arguments... arguments) {
   ffi::Error error = CheckCuda(what, "cudaSetDevice", cudaSetDevice(ordinal));
   if (error.failure()) return error;
   if (shared_bytes > 16 * 1024) {  // a kernel has 48 KiB without asking, its static part included

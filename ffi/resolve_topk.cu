@@ -1,14 +1,18 @@
 // Where each selected entry stands, the swap-in plan, and the new map and LRU order. Rule and reference:
 // pallas_kernels/ref.py.
 //
-// One block takes one request, all its query rows. Four dependent trips to memory: the indices; their blocks; then, only
-// where an entry must stand in a hot slot, the map and the LRU order together; the results.
+// One block takes one request, all its query rows. Four dependent trips to memory: the indices; their blocks;
+// then, only where an entry must stand in a hot slot, the map and the LRU order together; the results.
 //
-//   1. Each reference is classed. The host rows wanted go into a hash table in shared memory, and the first reference
-//      of each is noted. A request that wants none is done here: its map and LRU are neither read nor written.
-//   2. Each slot looks its host row up in that table: a hit. What nothing hit is a miss, numbered in order of first
+//   1. Each reference is classed. The host rows wanted go into a hash table in shared memory, and the first
+//   reference
+//      of each is noted. A request that wants none is done here: its map and LRU are neither read nor
+//      written.
+//   2. Each slot looks its host row up in that table: a hit. What nothing hit is a miss, numbered in order of
+//   first
 //      reference by a prefix sum.
-//   3. A prefix sum along the LRU order splits it into stale slots and slots hit. Miss i takes the i-th stale slot.
+//   3. A prefix sum along the LRU order splits it into stale slots and slots hit. Miss i takes the i-th stale
+//   slot.
 //      The new order, built in shared memory, is unused stale slots | slots loaded | slots hit.
 //
 // Where a host row lands in the table depends on timing; nothing that leaves the block does.
@@ -22,7 +26,7 @@ namespace {
 
 constexpr int kMaxRefs = 4096;
 constexpr int kMaxSlots = 32768;
-constexpr int kUnused = -1;         // a free place of the table
+constexpr int kUnused = -1;            // a free place of the table
 constexpr uint16_t kNowhere = 0x7fff;  // a reference that needs no slot
 constexpr uint16_t kLoads = 0x8000;    // marks the reference that loads its host row
 
@@ -61,7 +65,9 @@ struct Table {
   int* values;  // first reference; then ~slot where one holds it, else the number of the miss
   int bits;
 
-  __device__ int Home(int key) const { return static_cast<int>((static_cast<uint32_t>(key) * 2654435769u) >> (32 - bits)); }
+  __device__ int Home(int key) const {
+    return static_cast<int>((static_cast<uint32_t>(key) * 2654435769u) >> (32 - bits));
+  }
   __device__ int Next(int place) const { return (place + 1) & ((1 << bits) - 1); }
 
   __device__ int Insert(int key, int reference) {
@@ -85,12 +91,16 @@ struct Table {
 
 // Four consecutive items from `first` on, `filler` past the end.
 __device__ __forceinline__ int4 FourOf(const int32_t* items, int first, int count, int filler) {
-  if (count % 4 == 0) return first < count ? *reinterpret_cast<const int4*>(items + first) : int4{filler, filler, filler, filler};
+  if (count % 4 == 0)
+    return first < count ? *reinterpret_cast<const int4*>(items + first)
+                         : int4{filler, filler, filler, filler};
   return {first < count ? items[first] : filler, first + 1 < count ? items[first + 1] : filler,
           first + 2 < count ? items[first + 2] : filler, first + 3 < count ? items[first + 3] : filler};
 }
 __device__ __forceinline__ short4 FourOf(const int16_t* items, int first, int count, short filler) {
-  if (count % 4 == 0) return first < count ? *reinterpret_cast<const short4*>(items + first) : short4{filler, filler, filler, filler};
+  if (count % 4 == 0)
+    return first < count ? *reinterpret_cast<const short4*>(items + first)
+                         : short4{filler, filler, filler, filler};
   return {first < count ? items[first] : filler, first + 1 < count ? items[first + 1] : filler,
           first + 2 < count ? items[first + 2] : filler, first + 3 < count ? items[first + 3] : filler};
 }
@@ -190,7 +200,8 @@ __global__ void __launch_bounds__(kThreads, 1) ResolveKernel(Operands in, Result
       const bool loads = place != kNowhere && table.values[place] == ref;
       int in_tile;
       const int miss = num_misses + ExclusiveSum(loads, scratch, &in_tile);
-      if (loads) {  // a miss number is at most its first reference's, so no later reference takes it for its own
+      if (loads) {  // a miss number is at most its first reference's, so no later reference takes it for its
+                    // own
         table.values[place] = miss;
         place_of[ref] = place | kLoads;
       }
@@ -244,13 +255,15 @@ __global__ void __launch_bounds__(kThreads, 1) ResolveKernel(Operands in, Result
     }
     if (slots % 2 == 0) {
       auto* pairs = reinterpret_cast<uint32_t*>(out.lru);
-      for (int i = thread; i < slots / 2; i += kThreads) pairs[i] = order[2 * i] | static_cast<uint32_t>(order[2 * i + 1]) << 16;
+      for (int i = thread; i < slots / 2; i += kThreads)
+        pairs[i] = order[2 * i] | static_cast<uint32_t>(order[2 * i + 1]) << 16;
     } else {
       for (int i = thread; i < slots; i += kThreads) out.lru[i] = static_cast<int16_t>(order[i]);
     }
   }
 
-  for (int i = num_misses + thread; i < refs; i += kThreads) out.host_rows[i] = out.dest_rows[i] = out.slots[i] = -1;
+  for (int i = num_misses + thread; i < refs; i += kThreads)
+    out.host_rows[i] = out.dest_rows[i] = out.slots[i] = -1;
   for (int i = thread; i < shape.query_rows; i += kThreads) out.num_valid[i] = num_valid[i];
   if (thread == 0) {
     int num_rows = 0;
@@ -274,21 +287,24 @@ using Order = ffi::Buffer<ffi::S16, 2>;
 
 ffi::Error ResolveTopk(cudaStream_t stream, int32_t ordinal, Ints3 topk, Ints2 num_entries, Flags row_valid,
                        Ints1 first_new, Ints2 resident, Ints2 host, Ints2 hot, Ints2 slot_host, Order lru,
-                       ffi::Result<Ints3> rows, ffi::Result<Ints2> num_valid, ffi::Result<Ints2> host_rows,
+                       ffi::Result<Ints2> rows, ffi::Result<Ints2> num_valid, ffi::Result<Ints2> host_rows,
                        ffi::Result<Ints2> dest_rows, ffi::Result<Ints2> slots, ffi::Result<Ints1> num_misses,
-                       ffi::Result<Ints2> counts, ffi::Result<Ints1> num_homeless, ffi::Result<Ints2> new_slot_host,
-                       ffi::Result<Order> new_lru, int64_t page_entries, int64_t row_step, int64_t num_host_blocks) {
+                       ffi::Result<Ints2> counts, ffi::Result<Ints1> num_homeless,
+                       ffi::Result<Ints2> new_slot_host, ffi::Result<Order> new_lru, int64_t page_entries,
+                       int64_t row_step, int64_t num_host_blocks) {
   const auto dims = topk.dimensions();
   const int64_t batch = dims[0], refs = dims[1] * dims[2], num_slots = lru.dimensions()[1];
   if (refs > kMaxRefs || num_slots > kMaxSlots || refs > num_slots) {
     return ffi::Error::InvalidArgument("resolve_topk: " + std::to_string(refs) + " references and " +
-                                       std::to_string(num_slots) + " slots; at most " + std::to_string(kMaxRefs) +
-                                       " and " + std::to_string(kMaxSlots) + ", and no fewer slots than references");
+                                       std::to_string(num_slots) + " slots; at most " +
+                                       std::to_string(kMaxRefs) + " and " + std::to_string(kMaxSlots) +
+                                       ", and no fewer slots than references");
   }
   if (page_entries < 1 || hot.dimensions()[1] * page_entries < num_slots) {
     return ffi::Error::InvalidArgument("resolve_topk: the hot region is smaller than its slots");
   }
-  if (slot_host.untyped_data() != new_slot_host->untyped_data() || lru.untyped_data() != new_lru->untyped_data()) {
+  if (slot_host.untyped_data() != new_slot_host->untyped_data() ||
+      lru.untyped_data() != new_lru->untyped_data()) {
     return ffi::Error::Internal("resolve_topk: map and LRU must be updated in place");
   }
   if (batch == 0) return ffi::Error::Success();
@@ -304,39 +320,40 @@ ffi::Error ResolveTopk(cudaStream_t stream, int32_t ordinal, Ints3 topk, Ints2 n
   shape.page_entries = static_cast<int>(page_entries);
   shape.row_step = static_cast<int>(row_step);
   shape.num_host_blocks = static_cast<int>(num_host_blocks);
-  const Operands in = {topk.typed_data(),     num_entries.typed_data(), row_valid.typed_data(), first_new.typed_data(),
-                       resident.typed_data(), host.typed_data(),        hot.typed_data()};
-  const Results out = {rows->typed_data(),         num_valid->typed_data(),  host_rows->typed_data(),
-                       dest_rows->typed_data(),    slots->typed_data(),      num_misses->typed_data(),
-                       counts->typed_data(),       num_homeless->typed_data(), new_slot_host->typed_data(),
+  const Operands in = {topk.typed_data(),      num_entries.typed_data(), row_valid.typed_data(),
+                       first_new.typed_data(), resident.typed_data(),    host.typed_data(),
+                       hot.typed_data()};
+  const Results out = {rows->typed_data(),      num_valid->typed_data(),    host_rows->typed_data(),
+                       dest_rows->typed_data(), slots->typed_data(),        num_misses->typed_data(),
+                       counts->typed_data(),    num_homeless->typed_data(), new_slot_host->typed_data(),
                        new_lru->typed_data()};
-  return Launch("resolve_topk", stream, ordinal, static_cast<int>(batch), 1, shape.shared_bytes(), &ResolveKernel, in,
-                out, shape);
+  return Launch("resolve_topk", stream, ordinal, static_cast<int>(batch), 1, shape.shared_bytes(),
+                &ResolveKernel, in, out, shape);
 }
 
 auto BindResolveTopk() {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<cudaStream_t>>()
       .Ctx<ffi::DeviceOrdinal>()
-      .Arg<Ints3>()   // topk i32[B, Q, K]
-      .Arg<Ints2>()   // num_entries i32[B, Q]
-      .Arg<Flags>()   // row_valid bool[B, Q]
-      .Arg<Ints1>()   // first_new i32[B]
-      .Arg<Ints2>()   // resident i32[B, P]
-      .Arg<Ints2>()   // host i32[B, P]
-      .Arg<Ints2>()   // hot i32[B, HP]
-      .Arg<Ints2>()   // slot_host i32[B, S]
-      .Arg<Order>()   // lru i16[B, S]
-      .Ret<Ints3>()   // rows i32[B, Q, K]
-      .Ret<Ints2>()   // num_valid i32[B, Q]
-      .Ret<Ints2>()   // host_rows i32[B, R]
-      .Ret<Ints2>()   // dest_rows i32[B, R]
-      .Ret<Ints2>()   // slots i32[B, R]
-      .Ret<Ints1>()   // num_misses i32[B]
-      .Ret<Ints2>()   // counts i32[B, 5]
-      .Ret<Ints1>()   // num_homeless i32[B]
-      .Ret<Ints2>()   // slot_host, aliased
-      .Ret<Order>()   // lru, aliased
+      .Arg<Ints3>()  // topk i32[B, Q, K]
+      .Arg<Ints2>()  // num_entries i32[B, Q]
+      .Arg<Flags>()  // row_valid bool[B, Q]
+      .Arg<Ints1>()  // first_new i32[B]
+      .Arg<Ints2>()  // resident i32[B, P]
+      .Arg<Ints2>()  // host i32[B, P]
+      .Arg<Ints2>()  // hot i32[B, HP]
+      .Arg<Ints2>()  // slot_host i32[B, S]
+      .Arg<Order>()  // lru i16[B, S]
+      .Ret<Ints2>()  // rows i32[B, R], R = Q * K
+      .Ret<Ints2>()  // num_valid i32[B, Q]
+      .Ret<Ints2>()  // host_rows i32[B, R]
+      .Ret<Ints2>()  // dest_rows i32[B, R]
+      .Ret<Ints2>()  // slots i32[B, R]
+      .Ret<Ints1>()  // num_misses i32[B]
+      .Ret<Ints2>()  // counts i32[B, 5]
+      .Ret<Ints1>()  // num_homeless i32[B]
+      .Ret<Ints2>()  // slot_host, aliased
+      .Ret<Order>()  // lru, aliased
       .Attr<int64_t>("page_entries")
       .Attr<int64_t>("row_step")
       .Attr<int64_t>("num_host_blocks");

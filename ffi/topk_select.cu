@@ -1,14 +1,18 @@
 // The k best entries of each row of scores, as ascending entry numbers. Reference: pallas_kernels/ref.py.
 //
-// One block, or a cluster of blocks that shares its shared memory, takes one row and reads it once, into registers
-// (rows beyond 32,768 candidates a block are read again in every pass):
+// One block, or a cluster of blocks that shares its shared memory, takes one row and reads it once, into
+// registers (rows beyond 32,768 candidates a block are read again in every pass):
 //
 //   1. Scores become keys whose unsigned order is theirs; NaN is -inf, -0.0 is 0.0. Key 0 means no candidate.
-//   2. A floor: of the maxima of 2,048 groups of candidates a block, the k-th largest. At least k keys reach it; of
+//   2. A floor: of the maxima of 2,048 groups of candidates a block, the k-th largest. At least k keys reach
+//   it; of
 //      random scores few more do, so the counting below skips nearly everything.
-//   3. The k-th key lies in [low, high]. Count the keys of that range in 1,024 equal buckets, keep the bucket where the
-//      count from the top passes k, and again within it, until it is taken whole or is a single key: at most four times.
-//   4. One bit per candidate for the keys above, one for the ties. Prefix sums of their numbers put every selected
+//   3. The k-th key lies in [low, high]. Count the keys of that range in 1,024 equal buckets, keep the bucket
+//   where the
+//      count from the top passes k, and again within it, until it is taken whole or is a single key: at most
+//      four times.
+//   4. One bit per candidate for the keys above, one for the ties. Prefix sums of their numbers put every
+//   selected
 //      entry in its place.
 //
 // Counts and bits do not depend on the order of their updates, so the result depends on the inputs alone.
@@ -34,14 +38,14 @@ struct Shared {
   int counts[kTurns][kBuckets];  // a turn has its own: another block may still read the last one's
   int scratch[kWarps];
   uint32_t lowest[kWarps], highest[kWarps];
-  uint32_t low, high;          // of the group maxima of this block
-  int bucket, above, inside;   // what a turn found
-  int sure[kMaxCtas];          // selected above the ties, by block of the cluster
+  uint32_t low, high;         // of the group maxima of this block
+  int bucket, above, inside;  // what a turn found
+  int sure[kMaxCtas];         // selected above the ties, by block of the cluster
   int ties[kMaxCtas];
 };
 
 __device__ __forceinline__ uint32_t KeyOf(float score) {
-  const float ordered = fmaxf(score, -INFINITY) + 0.0f;  // NaN to -inf, -0.0 to 0.0
+  const float ordered = score >= -INFINITY ? score + 0.0f : -INFINITY;  // -0.0 to 0.0, NaN to -inf
   const uint32_t bits = __float_as_uint(ordered);
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
 }
@@ -58,19 +62,23 @@ __device__ __forceinline__ float4 LoadQuad(const __nv_bfloat16* scores) {
 // The candidates of one block: thread t has the quads t, t + 1,024, ... of them.
 template <typename Score, int kQuads>
 struct Candidates {
-  const Score* scores;
+  const Score* row;     // of the whole row
+  const Score* scores;  // of this block's part
   int count;
   bool aligned;  // a quad is one load
   uint32_t keys[kQuads > 0 ? kQuads * 4 : 1];
 
-  __device__ __forceinline__ float4 Read(int first) const {
-    if (aligned) return first < count ? LoadQuad(scores + first) : float4{};
-    float4 quad;
-    quad.x = first < count ? static_cast<float>(scores[first]) : 0.0f;
-    quad.y = first + 1 < count ? static_cast<float>(scores[first + 1]) : 0.0f;
-    quad.z = first + 2 < count ? static_cast<float>(scores[first + 2]) : 0.0f;
-    quad.w = first + 3 < count ? static_cast<float>(scores[first + 3]) : 0.0f;
-    return quad;
+  // Past the end too, where it reads the row's first quad in vain: a branch would part the loads.
+  __device__ __forceinline__ float4 ReadAligned(int first) const {
+    return LoadQuad(first < count ? scores + first : row);
+  }
+
+  __device__ __forceinline__ float4 ReadUnaligned(int first) const {
+    const int last = max(count - 1, 0);
+    const Score* from = count > 0 ? scores : row;
+    return make_float4(
+        static_cast<float>(from[min(first, last)]), static_cast<float>(from[min(first + 1, last)]),
+        static_cast<float>(from[min(first + 2, last)]), static_cast<float>(from[min(first + 3, last)]));
   }
 
   static __device__ __forceinline__ void KeysOf(float4 quad, int num_valid, uint32_t* keys) {
@@ -83,8 +91,13 @@ struct Candidates {
   __device__ __forceinline__ void Load() {
     if constexpr (kQuads > 0) {
       float4 quads[kQuads];  // every load is under way before the first is used
+      if (aligned) {
 #pragma unroll
-      for (int q = 0; q < kQuads; ++q) quads[q] = Read((q * kThreads + threadIdx.x) * 4);
+        for (int q = 0; q < kQuads; ++q) quads[q] = ReadAligned((q * kThreads + threadIdx.x) * 4);
+      } else {
+#pragma unroll
+        for (int q = 0; q < kQuads; ++q) quads[q] = ReadUnaligned((q * kThreads + threadIdx.x) * 4);
+      }
 #pragma unroll
       for (int q = 0; q < kQuads; ++q) {
         KeysOf(quads[q], count - (q * kThreads + static_cast<int>(threadIdx.x)) * 4, keys + q * 4);
@@ -104,7 +117,7 @@ struct Candidates {
       int quad = 0;
       for (int first = threadIdx.x * 4; first < count; first += kThreads * 4, ++quad) {
         uint32_t few[4];
-        KeysOf(Read(first), count - first, few);
+        KeysOf(aligned ? ReadAligned(first) : ReadUnaligned(first), count - first, few);
 #pragma unroll
         for (int i = 0; i < 4; ++i) visit(few[i], first + i, quad);
       }
@@ -133,11 +146,12 @@ struct Row {  // the blocks of one row
   }
 };
 
-// A range of keys that holds the k-th, of which `need` are still to be taken: everything above it is selected.
+// A range of keys that holds the k-th, of which `need` are still to be taken: everything above it is
+// selected.
 struct Range {
   uint32_t low, high;
   int need;
-  bool done;   // taken whole, or one key
+  bool done;  // taken whole, or one key
   bool whole;
 };
 
@@ -150,7 +164,8 @@ __device__ __forceinline__ void Count(uint32_t key, const Range& range, int shif
   if (offset <= range.high - range.low) atomicAdd(&counts[offset >> shift], 1);
 }
 
-// Narrows `range` to the bucket with the `need`-th of the keys counted, from the top; false if there are fewer.
+// Narrows `range` to the bucket with the `need`-th of the keys counted, from the top; false if there are
+// fewer.
 template <bool kCluster>
 __device__ __forceinline__ bool Narrow(Shared& shared, int* counts, int shift, Range& range) {
   Row<kCluster>::Sync();
@@ -195,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int begin = min(rank * span, length);
   const int num_words = span / 32;
   Candidates<Score, kQuads> candidates;
-  candidates.scores = scores + row * size + begin;
+  candidates.row = scores + row * size;
+  candidates.scores = candidates.row + begin;
   candidates.count = min(span, length - begin);
   candidates.aligned = size % 4 == 0 && begin % 4 == 0;
   candidates.Load();
@@ -252,7 +268,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
 
   const int words_each = (num_words + kThreads - 1) / kThreads;
-  const int first_word = min(thread * words_each, num_words), last_word = min(first_word + words_each, num_words);
+  const int first_word = min(thread * words_each, num_words),
+            last_word = min(first_word + words_each, num_words);
   int sure = 0, ties = 0;
   for (int word = first_word; word < last_word; ++word) {
     sure += __popc(bits[word]);
@@ -300,7 +317,8 @@ template <typename Score, int kQuads>
 ffi::Error LaunchTopkSelect(const Arguments& a) {
   const int span = (a.size + a.num_ctas - 1) / a.num_ctas + 31;
   const size_t shared_bytes = static_cast<size_t>(span / 32) * 2 * sizeof(uint32_t);
-  auto* kernel = a.num_ctas > 1 ? &TopkSelectKernel<Score, kQuads, true> : &TopkSelectKernel<Score, kQuads, false>;
+  auto* kernel =
+      a.num_ctas > 1 ? &TopkSelectKernel<Score, kQuads, true> : &TopkSelectKernel<Score, kQuads, false>;
   return Launch("topk_select", a.stream, a.ordinal, a.num_rows * a.num_ctas, a.num_ctas, shared_bytes, kernel,
                 static_cast<const Score*>(a.scores), a.lengths, a.selected, a.size, a.k);
 }
@@ -327,20 +345,25 @@ ffi::Error LaunchTopkSelectOf(const Arguments& a) {
   }
 }
 
-ffi::Error TopkSelect(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer scores, ffi::Buffer<ffi::S32, 1> lengths,
-                      ffi::ResultBuffer<ffi::S32, 2> selected, int64_t ctas_per_row) {
-  if (scores.dimensions().size() != 2 || scores.dimensions()[0] != static_cast<int64_t>(lengths.element_count()) ||
+ffi::Error TopkSelect(cudaStream_t stream, int32_t ordinal, ffi::AnyBuffer scores,
+                      ffi::Buffer<ffi::S32, 1> lengths, ffi::ResultBuffer<ffi::S32, 2> selected,
+                      int64_t ctas_per_row) {
+  if (scores.dimensions().size() != 2 ||
+      scores.dimensions()[0] != static_cast<int64_t>(lengths.element_count()) ||
       selected->dimensions()[0] != scores.dimensions()[0]) {
-    return ffi::Error::InvalidArgument("topk_select: scores are [rows, N], lengths [rows], selected [rows, k]");
+    return ffi::Error::InvalidArgument(
+        "topk_select: scores are [rows, N], lengths [rows], selected [rows, k]");
   }
-  const int64_t num_rows = scores.dimensions()[0], size = scores.dimensions()[1], k = selected->dimensions()[1];
+  const int64_t num_rows = scores.dimensions()[0], size = scores.dimensions()[1],
+                k = selected->dimensions()[1];
   if (ctas_per_row < 1 || ctas_per_row > kMaxCtas) {
     return ffi::Error::InvalidArgument("topk_select: ctas_per_row=" + std::to_string(ctas_per_row) +
                                        " is outside 1.." + std::to_string(kMaxCtas));
   }
   constexpr int64_t kMaxSpan = 512 * 1024;  // two bits a candidate in shared memory
   if (size > kMaxSpan * ctas_per_row || num_rows * ctas_per_row > INT_MAX) {
-    return ffi::Error::InvalidArgument("topk_select: [" + std::to_string(num_rows) + ", " + std::to_string(size) +
+    return ffi::Error::InvalidArgument("topk_select: [" + std::to_string(num_rows) + ", " +
+                                       std::to_string(size) +
                                        "] is too large for ctas_per_row=" + std::to_string(ctas_per_row) +
                                        ", which takes rows of " + std::to_string(kMaxSpan * ctas_per_row));
   }

@@ -37,7 +37,7 @@ def admit(state: TieredState, slot: int, prompt: Sequence[int], *, layout: Cache
     check_prompt(prompt, layout, max_new_tokens)
     sequences = admit_sequence(state.sequences, slot, len(prompt) + max_new_tokens, **options)
     ledger, status = _admit(state.ledger, jnp.int32(slot), jnp.int32(layout.num_pages(len(prompt))))
-    raise_for_status(status, f"admission to slot {slot}")
+    raise_for_status(int(status), f"admission to slot {slot}")
     mask = jnp.arange(layout.cache.max_requests) == slot
     return state.replace(
         sequences=sequences,

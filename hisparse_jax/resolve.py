@@ -54,7 +54,7 @@ def resolve_topk(
     page_entries: int,
     row_step: int,
     num_host_blocks: int,
-    implementation: str = "xla",
+    implementation: str | None = None,
 ) -> tuple[Resolved, HotMap]:
     """Resolves one layer's selections. All query rows of a request are one replacement transaction.
 

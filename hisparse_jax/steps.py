@@ -57,7 +57,7 @@ def compute_chunk(
     layout: CacheLayout,
     *,
     all_logits: bool,
-) -> tuple[Sequences, tuple[LayerState, ...], EntryCache, Float32[Array, "C V"], Int32[Array, "L4 C K"]]:
+) -> tuple[Sequences, tuple[LayerState, ...], EntryCache, Float32[Array, "N V"], Int32[Array, "L4 C K"]]:
     """Prefills the first `count` of `tokens` for one request, at its length; samples what would follow the last.
 
     Logits are those of every position (`all_logits`) or of the last real one alone, `[1, V]`. Pages must be there.

@@ -141,9 +141,9 @@ def plan(config: ModelConfig, tokens: int, args: Args) -> CacheLayout:
 def run(model: DeepseekV4, layout: CacheLayout, fixture: Fixture, prompt: int, args: Args) -> Outcome:
     """Prefills the first `prompt` tokens, then feeds the rest one by one."""
     twin, steps = TWINS["tiered" if args.tiered else "resident"], len(fixture.ids) - prompt
-    state = twin.init_state(layout)
-    state = twin.admit(state, SLOT, fixture.ids[:prompt], layout=layout, max_new_tokens=steps)
-    state, output, status = twin.prefill(model, state, SLOT, fixture.ids[:prompt], layout=layout, all_logits=True)
+    state, tokens = twin.init_state(layout), fixture.ids[:prompt].tolist()
+    state = twin.admit(state, SLOT, tokens, layout=layout, max_new_tokens=steps)
+    state, output, status = twin.prefill(model, state, SLOT, tokens, layout=layout, all_logits=True)
     raise_for_status(status, "prefill")
     logits, picks, counts = output.logits, output.indices, None
     if steps:

@@ -15,6 +15,8 @@ import math
 import pathlib
 import sys
 import sysconfig
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +37,7 @@ from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True)
 
-DEFAULT_PROMPTS = ("token.py", "email/base64mime.py", "io.py")
+DEFAULT_PROMPTS = ("token.py", "signal.py", "email/base64mime.py")
 """Modules of Python's standard library, 2,000 to 4,000 bytes each, of lengths that grow by a page within 128 steps."""
 
 
@@ -83,8 +85,7 @@ def main(args: Args) -> int:
     layout = plan(args, config, prompts)
     stderr.print(describe(layout, prompts))
     model = DeepseekV4(config, weights)
-    tiered = run(args, model, prompts, layout, "tiered")
-    resident = run(args, model, prompts, resident_layout(layout), "resident")
+    tiered, resident = run_twins(args, model, prompts, layout)
     verdict = compare(tiered, resident)
     stderr.print(request_table(tiered, names), tier_table(tiered, layout), say(verdict, tiered, resident), sep="\n")
     print(json.dumps(summary(verdict, tiered)))
@@ -134,23 +135,42 @@ def plan(args: Args, config: ModelConfig, prompts: list[list[int]]) -> CacheLayo
     return plan_layout(config, dataclasses.replace(cache, gpu_blocks=blocks))
 
 
-def run(args: Args, model: DeepseekV4, prompts: list[list[int]], layout: CacheLayout, twin: str) -> Generation:
-    """One twin's run, with a progress bar."""
+def run_twins(args: Args, model: DeepseekV4, prompts: list[list[int]], layout: CacheLayout) -> tuple[Generation, Generation]:
+    """Both twins' runs. They compile and prefill side by side, since compiling keeps one core busy; they decode in turn."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr) as progress:
-        compiling = progress.add_task(f"{twin}: compiling", total=None)
-        tasks: dict[str, int] = {}
+    prefilled, decoding = threading.Barrier(2), threading.Lock()
+
+    def run(twin: str, twin_layout: CacheLayout) -> Generation:
+        tasks = {"prefill": progress.add_task(f"{twin:>8}: compile, prefill", total=len(prompts))}
 
         def tell(stage: str, done: int, total: int) -> None:
             if stage not in tasks:
-                progress.update(compiling, visible=False)
-                tasks[stage] = progress.add_task(f"{twin}: {stage}", total=total)
+                tasks[stage] = progress.add_task(f"{twin:>8}: {stage}", total=total)
             progress.update(tasks[stage], completed=done)
 
-        return generate(
-            model, prompts, layout, max_new_tokens=args.steps + 1, twin=twin, seed=args.seed, temperature=args.temperature,
-            call_steps=args.call_steps, on_progress=tell,
-        )  # fmt: skip
+        def wait_for_turn(state):
+            prefilled.wait()
+            decoding.acquire()
+            return state
+
+        try:
+            return generate(
+                model, prompts, twin_layout, max_new_tokens=args.steps + 1, twin=twin, seed=args.seed,
+                temperature=args.temperature, call_steps=args.call_steps, on_progress=tell, after_prefill=wait_for_turn,
+            )  # fmt: skip
+        except BaseException:
+            prefilled.abort()
+            raise
+        finally:
+            if decoding.locked():
+                decoding.release()
+
+    with Progress(*columns, console=stderr) as progress, ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(run, "tiered", layout), pool.submit(run, "resident", resident_layout(layout))]
+        failures = [f.exception() for f in futures]
+    for failure in sorted(filter(None, failures), key=lambda f: isinstance(f, threading.BrokenBarrierError)):
+        raise failure  # the cause, not the other run's broken wait
+    return futures[0].result(), futures[1].result()
 
 
 def describe(layout: CacheLayout, prompts: list[list[int]]) -> Table:

@@ -14,6 +14,7 @@ import resolve_oracle as oracle
 from hisparse_jax.config import ConfigError
 from hisparse_jax.hot_map import HotMap, forget_host_blocks, forget_host_rows, init_hot_map, reset_requests
 from hisparse_jax.resolve import resolve_topk
+from pallas_kernels import resolve_topk as kernel
 
 HUGE = 2**31 - 1
 
@@ -199,6 +200,21 @@ def test_agrees_with_the_oracle_on_full_tables(query_rows, top_k, num_slots, ent
             assert resolved.num_homeless[t, b] == outcome.num_homeless
             seen += resolved.counts[t, b]
     assert (seen > 100).all() and resolved.num_homeless.sum() > 100  # every class occurs
+
+
+@pytest.mark.parametrize(("query_rows", "top_k", "num_slots"), [(1, 12, 20), (2, 5, 10)])
+def test_the_pallas_kernel_agrees_with_the_reference(query_rows, top_k, num_slots):
+    batch, num_pages, entries, num_host_blocks, num_steps = 4, 5, 4, 40, 25
+    rng = np.random.default_rng(query_rows)
+    steps = adversarial_steps(rng, num_steps, batch, query_rows, top_k, num_slots, num_pages, entries, num_host_blocks)
+    static: dict[str, Any] = dict(page_entries=entries, row_step=9, num_host_blocks=num_host_blocks)
+    hot_map = init_hot_map(batch, num_slots)
+    for *inputs, _, _ in zip(*steps):
+        arguments = (*inputs, hot_map.slot_host, hot_map.lru)
+        expected = kernel.resolve_topk(*arguments, **static, implementation="xla")
+        result = kernel.resolve_topk(*arguments, **static, implementation="pallas", tile=4, interpret=True)
+        chex.assert_trees_all_equal(result, expected)
+        hot_map = HotMap(slot_host=expected.slot_host, lru=expected.lru)
 
 
 def test_a_resident_request_passes_through_unchanged():
@@ -391,5 +407,5 @@ def test_refuses_what_cannot_work():
         call(6, 1)
     with pytest.raises(ConfigError, match="row_step=3 is below page_entries=4"):
         call(6, 2, row_step=3)
-    with pytest.raises(ValueError, match="implementation='cuda' is unknown"):
-        call(6, 2, implementation="cuda")
+    with pytest.raises(ValueError, match="implementation='mosaic' is unknown"):
+        call(6, 2, implementation="mosaic")

@@ -74,6 +74,17 @@ def test_leading_axes_and_more_slots_than_columns():
     assert topk_select(jnp.zeros((2, 4), jnp.bfloat16), jnp.array([3, 1]), 2).tolist() == [[0, 1], [0, -1]]
 
 
+@pytest.mark.parametrize(("size", "k", "tile"), [(12, 5, None), (100, 16, 32), (64, 80, 16), (5, 5, None)])
+def test_the_pallas_kernel_agrees_with_the_reference(size, k, tile):
+    rng = np.random.default_rng(size)
+    for scores in (rng.choice(SPECIAL[:7], (6, size)), rng.normal(size=(6, size)), rng.normal(size=(6, size)).round()):
+        lengths = jnp.asarray(rng.integers(-2, size + 3, 6), jnp.int32)
+        scores = jnp.asarray(scores, jnp.float32)
+        expected = topk_select(scores, lengths, k, implementation="xla")
+        result = topk_select(scores, lengths, k, implementation="pallas", tile=tile, interpret=True)
+        chex.assert_trees_all_equal(result, expected)
+
+
 def test_refuses_an_unknown_implementation():
-    with pytest.raises(ValueError, match="implementation='pallas' is unknown; choose 'xla'"):
-        topk_select(jnp.zeros((1, 4)), jnp.array([4]), 2, implementation="pallas")
+    with pytest.raises(ValueError, match="implementation='mosaic' is unknown; choose from 'xla', 'pallas', 'cuda', or None"):
+        topk_select(jnp.zeros((1, 4)), jnp.array([4]), 2, implementation="mosaic")

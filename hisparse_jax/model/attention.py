@@ -15,7 +15,7 @@ from hisparse_jax.model.numerics import contract
 def sink_attention(
     q: Float[Array, "R T H c"],
     keys: tuple[Float[Array, "..."], ...],
-    masks: tuple[Bool[Array, "R T N"], ...],
+    masks: tuple[Bool[Array, "R T _"], ...],
     sink: Float32[Array, " H"],
 ) -> Float[Array, "R T H c"]:
     """Attention of `q` over several key arrays in one softmax with a sink; `q`'s dtype out.

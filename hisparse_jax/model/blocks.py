@@ -78,7 +78,7 @@ class Attention(nnx.Module):
         """Keys of each token's sliding window, oldest first; the positions before the sequence are zeros."""
         width = window.shape[1]
         history = jnp.concatenate([read_ring(window, span), rows], axis=1)
-        position = span.start[:, None] - width + jnp.arange(history.shape[1])
+        position = span.start[:, None] - width + jnp.arange(history.shape[1])[None, :]
         keys = entry.unpack(border(jnp.where((position >= 0)[..., None], history, 0)))
         index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]
         return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
@@ -122,7 +122,7 @@ class Attention(nnx.Module):
 
 
 def _window_mask(span: Span, width: int):
-    return span.positions[..., None] - (width - 1) + jnp.arange(width) >= 0
+    return span.positions[..., None] - (width - 1) + jnp.arange(width)[None, None, :] >= 0
 
 
 class Block(nnx.Module):

@@ -37,8 +37,8 @@ class Compressor(nnx.Module):
         self.norm = nnx.Param(weights[f"{prefix}norm.weight"])
 
     def __call__(
-        self, x: Float[Array, "R T D"], span: Span, ring: Float32[Array, "B W 2cw"]
-    ) -> tuple[Float[Array, "R E width"], Int32[Array, "R E"], Bool[Array, "R E"], Float32[Array, "B W 2cw"]]:
+        self, x: Float[Array, "R T D"], span: Span, ring: Float32[Array, "B W floats"]
+    ) -> tuple[Float[Array, "R E width"], Int32[Array, "R E"], Bool[Array, "R E"], Float32[Array, "B W floats"]]:
         """Entries that the span's tokens close: values, entry numbers, which are real, and the ring after the span."""
         wide = x.astype(jnp.float32)
         kv = contract("rtd,wd->rtw", wide, self.wkv[...].astype(jnp.float32))
@@ -51,15 +51,15 @@ class Compressor(nnx.Module):
         values = rotate(values, number * self.ratio, frequencies(self.config, self.ratio))
         return values, number, real, write_ring(ring, rows, span)
 
-    def _position_bias(self, span: Span) -> Float32[Array, "R T cw"]:
+    def _position_bias(self, span: Span) -> Float32[Array, "R T half"]:
         at = jax.lax.rem(span.positions, self.ratio)
         return self.ape[...].at[at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     def _pool(
-        self, history: Float32[Array, "R WT 2cw"], closing: Int32[Array, "R E"], span: Span
+        self, history: Float32[Array, "R WT floats"], closing: Int32[Array, "R E"], span: Span
     ) -> Float32[Array, "R E width"]:
         items, width = ring_rows(self.ratio), self.width
-        position = closing[..., None] - (items - 1) + jnp.arange(items, dtype=jnp.int32)
+        position = closing[..., None] - (items - 1) + jnp.arange(items, dtype=jnp.int32)[None, None, :]
         index = position - (span.start[:, None, None] - ring_rows(self.ratio))
         request = jnp.arange(history.shape[0], dtype=jnp.int32)[:, None, None]
         rows = history.at[request, index].get(mode="clip", wrap_negative_indices=False)

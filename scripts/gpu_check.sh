@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# Does everything hold on a GPU? One offline run of under eight minutes, on a machine with an NVIDIA GPU, python3 and jax:
+#   1. build the handlers with CUDA   2. pytest -m gpu   3. scripts/bench_kernels.py   4. scripts/generate.py --steps 32
+# A stage that fails does not stop the next. Logs go to $OUT (default build/gpu_check); a summary stands last.
+#
+#     OUT=/tmp/check WHEELS=wheels scripts/gpu_check.sh
+#
+# PYTHON    the interpreter (python3)
+# WHEELS    folder of wheels for what this machine's python lacks (tyro, beartype, ...); installed beside it, not into it
+# SANITIZE  1: compute-sanitizer memcheck and racecheck on the small gpu tests, as a fifth stage
+# STAGES    which stages run: "build test bench generate" by default
+# BENCH, PYTEST   further arguments of those stages
+set -u -o pipefail
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-python3}
+OUT=${OUT:-build/gpu_check}
+STAGES=${STAGES:-build test bench generate}
+BUILD=${BUILD:-build/cuda}
+mkdir -p "$OUT" "$BUILD"
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+summary=()
+failed=0
+
+has() { "$PYTHON" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" 2>/dev/null; }
+
+# stage NAME SECONDS COMMAND...: runs it with a limit, keeps its output, notes how it ended.
+stage() {
+  local name=$1 limit=$2 begin=$SECONDS code
+  shift 2
+  echo "== $name: $*"
+  timeout --kill-after=10 "$limit" "$@" >"$OUT/$name.log" 2>&1
+  code=$?
+  summary+=("$(printf '%-10s %-22s %4d s  %s' "$name" "$( ((code)) && echo "FAILED (exit $code)" || echo ok)" $((SECONDS - begin)) "$OUT/$name.log")")
+  ((code)) && failed=1 && tail -n 25 "$OUT/$name.log"
+  return "$code"
+}
+
+wanted() { [[ " $STAGES " == *" $1 "* ]]; }
+
+# What this python lacks.
+missing=()
+for module in jax flax numpy pytest hypothesis chex jaxtyping orbax.checkpoint rich safetensors psutil ml_dtypes tyro beartype pytest_timeout; do
+  has "$module" || missing+=("$module")
+done
+if ((${#missing[@]})) && [[ -n ${WHEELS:-} ]]; then
+  echo "missing: ${missing[*]}; taking them from $WHEELS"
+  mkdir -p "$BUILD/site"
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$BUILD/site" --upgrade "$WHEELS"/*.whl >"$OUT/wheels.log" 2>&1 ||
+    { echo "wheels could not be installed: $OUT/wheels.log"; tail -n 5 "$OUT/wheels.log"; }
+  export PYTHONPATH="$PYTHONPATH:$BUILD/site"
+  still=()
+  for module in "${missing[@]}"; do has "$module" || still+=("$module"); done
+  missing=("${still[@]+"${still[@]}"}")
+fi
+if ((${#missing[@]})); then
+  echo "MISSING: ${missing[*]}. Carry their wheels in a folder and name it in WHEELS."
+  summary+=("missing    ${missing[*]}")
+fi
+lacks() { [[ " ${missing[*]:-} " == *" $1 "* ]]; }
+
+{
+  nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null || echo "no nvidia-smi"
+  "$PYTHON" -c 'import jax; print("jax", jax.__version__, jax.default_backend(), [d.device_kind for d in jax.devices()])'
+} 2>&1 | tee "$OUT/device.log"
+
+if wanted build; then
+  stage build 240 bash -c "cmake -S ffi -B '$BUILD' -DHISPARSE_CUDA=ON -DCMAKE_BUILD_TYPE=Release \
+    -DPython_EXECUTABLE=\"\$(command -v $PYTHON)\" && cmake --build '$BUILD' -j \"\$(nproc)\"" ||
+    { # Without CUDA sources the rest can still be checked.
+      stage build-cpp 120 bash -c "cmake -S ffi -B '$BUILD-cpp' -DCMAKE_BUILD_TYPE=Release \
+        -DPython_EXECUTABLE=\"\$(command -v $PYTHON)\" && cmake --build '$BUILD-cpp' -j \"\$(nproc)\"" && BUILD=$BUILD-cpp
+    }
+fi
+[[ -f $BUILD/_ffi.so ]] && export HISPARSE_FFI_LIBRARY=$PWD/$BUILD/_ffi.so
+[[ $BUILD == /* && -f $BUILD/_ffi.so ]] && export HISPARSE_FFI_LIBRARY=$BUILD/_ffi.so
+
+# Options that belong to plugins which are not there are dropped, not fatal.
+pytest_options=(-o addopts= --strict-markers -p no:cacheprovider -p no:randomly)
+if lacks beartype; then
+  echo "beartype is missing: array annotations are not checked"
+else
+  pytest_options+=(--jaxtyping-packages=hisparse_jax,pallas_kernels,type_checks.functions_only)
+fi
+if lacks pytest_timeout; then
+  echo "pytest-timeout is missing: tests have no limit of their own"
+  pytest_options+=(-W "ignore::pytest.PytestConfigWarning")
+fi
+
+if wanted test; then
+  # shellcheck disable=SC2086
+  stage test 240 "$PYTHON" -m pytest -m gpu -q --durations=10 "${pytest_options[@]}" ${PYTEST:-}
+  grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/test.log" | tail -n 20
+fi
+
+if lacks tyro && { wanted bench || wanted generate; }; then
+  echo "tyro is missing: scripts/bench_kernels.py and scripts/generate.py cannot run; carry its wheels (see WHEELS)"
+  summary+=("bench      SKIPPED, generate SKIPPED: no tyro")
+  failed=1
+else
+  if wanted bench; then
+    # shellcheck disable=SC2086
+    stage bench 270 bash -c '"$0" scripts/bench_kernels.py --budget 210 "${@:2}" >"$1/bench.json"' "$PYTHON" "$OUT" ${BENCH:-}
+    grep -E '│|┃' "$OUT/bench.log" | sed 's/  */ /g'
+  fi
+  if wanted generate; then
+    stage generate 150 bash -c '"$0" scripts/generate.py --steps 32 >"$1/generate.json"' "$PYTHON" "$OUT"
+    grep -E "verdict|tokens/s" "$OUT/generate.log" | tail -n 4
+  fi
+fi
+
+if [[ ${SANITIZE:-0} == 1 ]]; then
+  export XLA_PYTHON_CLIENT_PREALLOCATE=false
+  for tool in memcheck racecheck; do
+    stage "$tool" 300 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
+      "$PYTHON" -m pytest -m gpu -q -x -k "${SANITIZE_TESTS:-small}" "${pytest_options[@]}" tests/test_transfer_gpu.py
+    grep -E "ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|not supported" "$OUT/$tool.log" | tail -n 4
+  done
+fi
+
+echo "== summary ($SECONDS s)"
+printf '%s\n' "${summary[@]}"
+exit "$failed"

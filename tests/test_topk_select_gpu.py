@@ -1,0 +1,110 @@
+"""Top-k kernels against the reference on the same GPU, and against the reference on a CPU."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hisparse_jax import ffi
+from pallas_kernels import cuda_kernels
+from pallas_kernels.topk_select import topk_select
+
+pytestmark = pytest.mark.gpu
+
+SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-45, -1e-45, 3e38, -3e38], np.float32)
+
+
+@pytest.fixture(params=["pallas", "cuda"])
+def select(request):
+    ffi.load_library()
+    if request.param == "cuda" and "topk_select" not in cuda_kernels.registered():
+        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
+    return functools.partial(topk_select, implementation=request.param)
+
+
+def scores_of(kind: str, rng, rows: int, size: int) -> np.ndarray:
+    scores = rng.normal(size=(rows, size)).astype(np.float32)
+    column = np.arange(size, dtype=np.float32)
+    return {
+        "normal": lambda: scores,
+        "ties": lambda: scores.round(),
+        "special": lambda: rng.choice(SPECIAL, scores.shape),
+        "equal": lambda: np.zeros_like(scores),
+        "rising": lambda: np.broadcast_to(column, scores.shape),
+        "falling": lambda: np.broadcast_to(-column, scores.shape),
+        "mostly zero": lambda: np.where(rng.random(scores.shape) < 0.99, 0.0, scores).astype(np.float32),
+        "one block": lambda: np.where(column < size // 50 + 1, 1e6 + column, scores).astype(np.float32),
+        "any bits": lambda: rng.integers(0, 2**32, scores.shape, np.uint32).view(np.float32),
+    }[kind]()
+
+
+KINDS = ["normal", "ties", "special", "equal", "rising", "falling", "mostly zero", "one block", "any bits"]
+
+
+def lengths_of(rng, rows: int, size: int, k: int) -> np.ndarray:
+    edges = [0, 1, k - 1, k, k + 1, size - 1, size, size + 5, -3]
+    return np.where(rng.random(rows) < 0.5, rng.choice(edges, rows), rng.integers(0, size + 1, rows)).astype(np.int32)
+
+
+@pytest.mark.parametrize(("size", "k"), [(40, 7), (4_096, 512), (8_192, 512), (10_001, 64), (32_768, 512), (32_768, 1_024)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_equals_the_reference_on_the_same_device(select, kind, size, k):
+    rng = np.random.default_rng(size + k)
+    for _ in range(8):
+        scores, lengths = jnp.asarray(scores_of(kind, rng, 16, size)), jnp.asarray(lengths_of(rng, 16, size, k))
+        chex.assert_trees_all_equal(select(scores, lengths, k), topk_select(scores, lengths, k, implementation="xla"))
+
+
+@pytest.mark.parametrize(("size", "k"), [(65_536, 2_048), (262_144, 512), (262_147, 512), (325_000, 512)])
+@pytest.mark.parametrize("kind", ["normal", "ties", "mostly zero", "falling"])
+def test_equals_the_reference_far_out(select, kind, size, k):
+    rng = np.random.default_rng(size)
+    scores, lengths = jnp.asarray(scores_of(kind, rng, 9, size)), jnp.asarray(lengths_of(rng, 9, size, k))
+    chex.assert_trees_all_equal(select(scores, lengths, k), topk_select(scores, lengths, k, implementation="xla"))
+
+
+def test_thousands_of_rows_equal_the_result_on_a_cpu(select):
+    rng = np.random.default_rng(1)
+    scores, lengths = scores_of("ties", rng, 2_048, 1_000) / 3, lengths_of(rng, 2_048, 1_000, 100)
+    with jax.default_device(jax.devices("cpu")[0]):
+        expected = topk_select(jnp.asarray(scores), jnp.asarray(lengths), 100, implementation="xla")
+    chex.assert_trees_all_equal(np.asarray(select(jnp.asarray(scores), jnp.asarray(lengths), 100)), np.asarray(expected))
+
+
+def test_bfloat16_scores(select):
+    rng = np.random.default_rng(2)
+    for size in (100, 8_192, 32_768, 32_770):
+        scores = jnp.asarray(scores_of("normal", rng, 8, size), jnp.bfloat16)
+        lengths = jnp.asarray(lengths_of(rng, 8, size, 64))
+        chex.assert_trees_all_equal(select(scores, lengths, 64), topk_select(scores, lengths, 64, implementation="xla"))
+
+
+def test_any_number_of_blocks_per_row_gives_the_same():
+    ffi.load_library()
+    if "topk_select" not in cuda_kernels.registered():
+        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
+    rng = np.random.default_rng(3)
+    for kind in KINDS:
+        scores, lengths = jnp.asarray(scores_of(kind, rng, 8, 20_000)), jnp.asarray(lengths_of(rng, 8, 20_000, 512))
+        expected = topk_select(scores, lengths, 512, implementation="xla")
+        for ctas in range(1, 9):
+            chex.assert_trees_all_equal(topk_select(scores, lengths, 512, implementation="cuda", ctas_per_row=ctas), expected)
+
+
+def test_the_default_can_be_captured_and_repeats_itself(select):
+    scores = jnp.asarray(scores_of("ties", np.random.default_rng(4), 8, 5_000))
+
+    @jax.jit
+    def repeat(scores):
+        def body(i, carry):
+            total, first = carry
+            best = select(scores, jnp.full(8, 4_900), 256)
+            return total + (best != first).sum(), best
+
+        start = jnp.int32(0), select(scores, jnp.full(8, 4_900), 256)
+        return jax.lax.fori_loop(0, 50, body, start)[0]
+
+    assert int(repeat(scores)) == 0
