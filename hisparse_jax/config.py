@@ -91,9 +91,7 @@ class ModelConfig:
         if self.num_attention_heads % self.o_groups:
             raise ConfigError(f"num_attention_heads={self.num_attention_heads} must be a multiple of o_groups={self.o_groups}.")
         if self.num_experts_per_tok > self.n_routed_experts:
-            raise ConfigError(
-                f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts={self.n_routed_experts}."
-            )
+            raise ConfigError(f"num_experts_per_tok={self.num_experts_per_tok} exceeds n_routed_experts={self.n_routed_experts}.")
         if self.n_shared_experts != 1:
             raise ConfigError(f"n_shared_experts={self.n_shared_experts} is not built; V4 has 1.")
         if self.index_leaders is not None:
@@ -155,8 +153,9 @@ def _yarn(raw: dict[str, Any] | None) -> Yarn | None:
     kind = raw.get("rope_type", raw.get("type"))
     if kind != "yarn":
         raise ConfigError(f"config: rope_scaling type {kind!r} is not built; V4 uses 'yarn'.")
-    types = {f.name: f.type for f in dataclasses.fields(Yarn)}
-    return Yarn(**{name: types[name](value) for name, value in raw.items() if name in types})
+    plain = Yarn()
+    names = [f.name for f in dataclasses.fields(Yarn) if f.name in raw]
+    return dataclasses.replace(plain, **{name: type(getattr(plain, name))(raw[name]) for name in names})
 
 
 def load_model_config(path: pathlib.Path) -> ModelConfig:
@@ -278,7 +277,9 @@ class CacheConfig:
         if self.page_entries < 32 or self.page_entries % 32:
             raise ConfigError(f"page_entries={self.page_entries} must be a multiple of 32: a page holds whole C128 entries.")
         if not 1 <= self.stretch_steps <= 64:
-            raise ConfigError(f"stretch_steps={self.stretch_steps} must lie in 1..64: a stretch grows a request by at most one page.")
+            raise ConfigError(
+                f"stretch_steps={self.stretch_steps} must lie in 1..64: a stretch grows a request by at most one page."
+            )
 
     @property
     def index_format(self) -> str:
@@ -294,7 +295,9 @@ class CacheConfig:
         need = self.query_rows * model.index_topk
         slots = need + model.index_topk if self.num_hot_slots is None else self.num_hot_slots
         if slots < need:
-            raise ConfigError(f"num_hot_slots={slots} holds {slots}, one transaction needs {need}; raise num_hot_slots to {need}.")
+            raise ConfigError(
+                f"num_hot_slots={slots} holds {slots}, one transaction needs {need}; raise num_hot_slots to {need}."
+            )
         if slots > MAX_HOT_SLOTS:
             raise ConfigError(f"num_hot_slots={slots} exceeds {MAX_HOT_SLOTS}: slot numbers are int16; lower num_hot_slots.")
         return slots

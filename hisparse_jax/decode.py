@@ -26,10 +26,14 @@ from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
 from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
 from hisparse_jax.tiered import StagedEntries, TieredEntries
 
+__all__ = ["admit", "check_prompt", "decode_steps", "finish", "init_state", "prefill"]
+
 PageIds = tuple[Int32[Array, " M"], ...]
 
 
-def admit(state: TieredState, slot: int, prompt: Sequence[int], *, layout: CacheLayout, max_new_tokens: int, **options) -> TieredState:
+def admit(
+    state: TieredState, slot: int, prompt: Sequence[int], *, layout: CacheLayout, max_new_tokens: int, **options
+) -> TieredState:
     """Takes `slot` and a host page for every page of the prompt, or raises and takes nothing.
 
     Options: `seed`, `temperature`, `stop_token`. Raises `PromptError` for bad input, `TierError` where host pages are short.
@@ -76,9 +80,7 @@ def _plan_backup(state: TieredState, slot, num_pages, layout: CacheLayout):
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
-def plan_tail_backup(
-    state: TieredState, slot: Int32[Array, ""], *, layout: CacheLayout
-) -> tuple[TieredState, SpillPlan]:
+def plan_tail_backup(state: TieredState, slot: Int32[Array, ""], *, layout: CacheLayout) -> tuple[TieredState, SpillPlan]:
     """Leases the prompt's last, partly filled page: write-through keeps its host copy complete from here on."""
     pages = -(-state.sequences.length[slot] // layout.page_tokens)
     ledger, plan = _plan_backup(state, slot, pages, layout)
@@ -117,6 +119,7 @@ def prefill_chunk(
     sequences, layers, cache, logits, indices = compute_chunk(
         model, state.sequences, state.layers, cache, tokens, slot, count, layout, all_logits=all_logits
     )
+    assert isinstance(cache, StagedEntries)
     slab, pools, logits = border((cache.slab, cache.pools, logits))
     for i, layer in enumerate(layout.model.c4_layers):
         pool, slab = ffi.join_backup(pools[i], slab, layer=f"layer {layer}")

@@ -90,9 +90,7 @@ class EntryCache(struct.PyTreeNode):
         table = self.base[place.group][span.slots]
         table = jnp.pad(table, ((0, 0), (0, num_pages)), constant_values=NULL_BLOCK)
         blocks = jax.lax.dynamic_slice_in_dim(table, first_page, num_pages, axis=1)
-        return pages.read_page_rows(
-            self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset
-        )
+        return pages.read_page_rows(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset)
 
     def read_c128(
         self, layer: int, span: Span, layout: CacheLayout
@@ -100,9 +98,7 @@ class EntryCache(struct.PyTreeNode):
         """All C128 entries of each request, zero bytes past its newest, and which of them each token sees."""
         place = layout.c128_place(layer)
         blocks = self.base[place.group][span.slots]
-        rows = pages.read_page_rows(
-            self.slab, blocks, layout.entry, page_entries=layout.page_tokens // C128, offset=place.offset
-        )
+        rows = pages.read_page_rows(self.slab, blocks, layout.entry, page_entries=layout.page_tokens // C128, offset=place.offset)
         number = jnp.arange(rows.shape[1], dtype=jnp.int32)
         written = number[None, :] < jax.lax.div(span.start + span.count, C128)[:, None]
         seen = number[None, None, :] < span.num_entries(C128)[..., None]
@@ -118,9 +114,7 @@ class EntryCache(struct.PyTreeNode):
     ) -> Self:
         where = rows_of(numbers, tables[place.group], span, entries, row_step, real).reshape(-1)
         data = rows.reshape(-1, fmt.row_bytes)
-        slab = pages.write_rows(
-            self.slab, where, data, fmt, page_entries=entries, offset=place.offset, row_step=row_step
-        )
+        slab = pages.write_rows(self.slab, where, data, fmt, page_entries=entries, offset=place.offset, row_step=row_step)
         return self.replace(slab=slab)
 
     def _read_c4(self, rows: Int32[Array, "R T K"], place: Place, layout: CacheLayout) -> UInt8[Array, "R T K row_bytes"]:

@@ -91,6 +91,9 @@ def load_library() -> ctypes.CDLL:
     return library
 
 
+cuda_kernels.load_with(load_library)
+
+
 def ffi_version() -> tuple[int, int]:
     """XLA FFI version (major, minor) of the headers the library was built with; a runtime refuses newer than its own."""
     return divmod(load_library().hisparse_ffi_version(), 1000)

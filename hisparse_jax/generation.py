@@ -9,6 +9,7 @@ of one compiled size. Both twins take the same steps with the same shapes.
 """
 
 import dataclasses
+import inspect
 import time
 from collections.abc import Callable, Sequence
 
@@ -135,7 +136,7 @@ def generate(
     if max_new_tokens < 1:
         raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1.")
     tell = on_progress or (lambda *_: None)
-    compiled = run.decode_steps._cache_size()
+    compiled = _num_compiled(run.decode_steps)
     for prompt in prompts:  # refuse before anything is taken
         run.check_prompt(prompt, layout, max_new_tokens - 1)
     state = run.init_state(layout)
@@ -145,7 +146,9 @@ def generate(
     state = step_call.compile(state)
     compile_seconds = time.perf_counter() - started
 
-    started, logits, first = time.perf_counter(), [], []
+    started = time.perf_counter()
+    logits: list[np.ndarray] = []
+    first: list[int] = []
     for slot, prompt in enumerate(prompts):
         state = run.admit(
             state, slot, prompt, layout=layout, max_new_tokens=max_new_tokens - 1, seed=seed + slot, temperature=temperature
@@ -159,12 +162,12 @@ def generate(
     prefill_seconds = time.perf_counter() - started
     if after_prefill is not None:
         state = after_prefill(state)
-    lost = np.array(state.ledger.pages_lost) if isinstance(state, TieredState) else None
+    lost = np.array(state.ledger.pages_lost) if isinstance(state, TieredState) else np.zeros(0)
 
     started = time.perf_counter()
     state, tokens, step_logits, counts = step_call.decode(state, len(prompts), tell)
     decode_seconds = time.perf_counter() - started
-    tokens = [np.concatenate([np.int32([first[i]]), tokens[i]]) for i in range(len(prompts))]
+    tokens = [np.concatenate([np.asarray([first[i]], np.int32), tokens[i]]) for i in range(len(prompts))]
     logits = [np.concatenate([logits[i], step_logits[i]]) for i in range(len(prompts))]
     tiered = isinstance(state, TieredState)
     return Generation(
@@ -177,8 +180,13 @@ def generate(
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         compile_seconds=compile_seconds,
-        traces=run.decode_steps._cache_size() - compiled,
+        traces=_num_compiled(run.decode_steps) - compiled,
     )
+
+
+def _num_compiled(function) -> int:
+    """Programs that a jitted function holds, also where a wrapper (a type checker, a test) stands around it."""
+    return inspect.unwrap(function, stop=lambda f: hasattr(f, "_cache_size"))._cache_size()
 
 
 class _Decoder:

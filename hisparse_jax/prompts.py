@@ -52,9 +52,7 @@ def check_prompt(prompt: Sequence[int], layout: CacheLayout, max_new_tokens: int
         raise PromptError(f"token id {bad[0]} is outside the vocabulary 0..{layout.model.vocab_size - 1}.")
 
 
-def chunk_schedule(
-    begin: int, length: int, chunk_tokens: int, chunks: Sequence[int] | None = None
-) -> Iterator[tuple[int, int]]:
+def chunk_schedule(begin: int, length: int, chunk_tokens: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
     """`(begin, count)` of each chunk of tokens `begin..length-1`. `chunks` lists the first lengths; full chunks follow."""
     wanted = iter(chunks or ())
     while begin < length:

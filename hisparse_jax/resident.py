@@ -22,6 +22,8 @@ from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.status import Status
 from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
 
+__all__ = ["admit", "check_prompt", "decode_steps", "finish", "init_state", "prefill"]
+
 
 class ResidentEntries(EntryCache):
     """C4 entries in the slab, found through the block table alone."""
@@ -31,9 +33,7 @@ class ResidentEntries(EntryCache):
 
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, picked = layout.resident_place(layer), selection.indices
-        rows = rows_of(
-            picked, self.resident[place.group], span, layout.page_entries, layout.row_step, picked >= 0
-        )
+        rows = rows_of(picked, self.resident[place.group], span, layout.page_entries, layout.row_step, picked >= 0)
         return self._read_c4(rows, place, layout), self, selection
 
 
@@ -53,9 +53,7 @@ def init_state(layout: CacheLayout) -> ResidentState:
         sequences=init_sequences(batch),
         layers=init_layer_states(layout),
         slab=jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8),
-        tables=init_tables(
-            layout.gpu_blocks, layout.num_base_groups, layout.num_resident_groups, batch, layout.max_pages
-        ),
+        tables=init_tables(layout.gpu_blocks, layout.num_base_groups, layout.num_resident_groups, batch, layout.max_pages),
     )
     return committed(state)
 
@@ -75,9 +73,7 @@ def prepare_chunk(
     """Takes the pages that `count` more tokens of a request need: `(state, status)`."""
     traces["resident.prepare_chunk"] += 1
     target = jnp.zeros(layout.cache.max_requests, jnp.int32).at[slot].set(state.sequences.length[slot] + count)
-    tables, _, status = append_pages(
-        state.tables, _pages_for(state, target, layout), max_new_pages=layout.cache.chunk_pages
-    )
+    tables, _, status = append_pages(state.tables, _pages_for(state, target, layout), max_new_pages=layout.cache.chunk_pages)
     return state.replace(tables=tables), status[slot]
 
 
@@ -103,9 +99,7 @@ def prefill_chunk(
 def admit(state: ResidentState, slot: int, prompt: Sequence[int], *, layout: CacheLayout, max_new_tokens: int, **options):
     """Takes `slot` for a prompt; pages come as it grows. Options: `seed`, `temperature`, `stop_token`."""
     check_prompt(prompt, layout, max_new_tokens)
-    return state.replace(
-        sequences=admit_sequence(state.sequences, slot, len(prompt) + max_new_tokens, **options)
-    )
+    return state.replace(sequences=admit_sequence(state.sequences, slot, len(prompt) + max_new_tokens, **options))
 
 
 def prefill(
@@ -138,9 +132,7 @@ def prefill(
     return state, PrefillOutput.of(logits, indices, all_logits=all_logits), Status.OK
 
 
-@functools.partial(
-    jax.jit, static_argnames=("layout", "max_steps", "return_logits", "return_indices"), donate_argnames="state"
-)
+@functools.partial(jax.jit, static_argnames=("layout", "max_steps", "return_logits", "return_indices"), donate_argnames="state")
 def decode_steps(
     model: DeepseekV4,
     state: ResidentState,

@@ -69,9 +69,7 @@ def compute_chunk(
     last = jax.lax.dynamic_slice_in_dim(streams, jnp.maximum(count - 1, 0), 1, axis=1)
     logits = model.logits(streams if all_logits else last)[0]
     row = jnp.maximum(count - 1, 0) if all_logits else 0
-    token = sample(
-        logits[row][None], sequences.seed[slot][None], sequences.temperature[slot][None], (start + count)[None]
-    )
+    token = sample(logits[row][None], sequences.seed[slot][None], sequences.temperature[slot][None], (start + count)[None])
     sequences = sequences.replace(
         length=sequences.length.at[slot].add(count),
         token=sequences.token.at[slot].set(jnp.where(count > 0, token[0], sequences.token[slot])),

@@ -16,7 +16,7 @@ from hisparse_jax.entries import EntryCache, Selection, rows_of
 from hisparse_jax.hot_map import HotMap
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.span import Span
-from hisparse_jax.resolve import resolve_topk
+from hisparse_jax.resolve import Resolved, resolve_topk
 
 COUNT_NAMES = ("resident", "newest", "hot_hits", "misses", "invalid")
 """What becomes of a selected entry; the five sum to all selected."""
@@ -90,7 +90,7 @@ class TieredEntries(HostEntries):
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, index = layout.resident_place(layer), layout.model.c4_layers.index(layer)
         cache, plan = self, selection.plan
-        if plan is None:
+        if not isinstance(plan, Resolved):
             plan, hot_map = resolve_topk(
                 selection.indices,
                 span.num_entries(C4),

@@ -4,13 +4,21 @@ They live in the handler library (`ffi/*.cu`, compiled with `-DHISPARSE_CUDA=ON`
 `register`; a library built without nvcc has none. Each may be captured into a CUDA graph.
 """
 
+import contextlib
 import ctypes
+from collections.abc import Callable
 
 import jax
 
 KERNELS = ("gather_rows", "store_entry", "copy_pages", "topk_select", "resolve_topk")
 
 _registered: set[str] = set()
+_loaders: list[Callable[[], object]] = []
+
+
+def load_with(loader: Callable[[], object]) -> None:
+    """Has `loader`, which calls `register`, run before the first question which kernels there are."""
+    _loaders.append(loader)
 
 
 def register(library: ctypes.CDLL) -> tuple[str, ...]:
@@ -20,22 +28,25 @@ def register(library: ctypes.CDLL) -> tuple[str, ...]:
         if handler is not None and name not in _registered:
             jax.ffi.register_ffi_target(target(name), jax.ffi.pycapsule(handler), platform="CUDA")
             _registered.add(name)
-    return registered()
+    return tuple(sorted(_registered))
 
 
 def registered() -> tuple[str, ...]:
-    """Names of the kernels that can be called."""
+    """Names of the kernels that can be called: none where the library cannot be loaded."""
+    while _loaders:
+        with contextlib.suppress(RuntimeError):
+            _loaders.pop()()
     return tuple(sorted(_registered))
 
 
 def target(name: str) -> str:
-    """XLA's name of a kernel. Raises nothing: `require` does."""
+    """XLA's name of a kernel, there or not."""
     return f"hisparse_{name}"
 
 
 def require(name: str) -> str:
     """`target(name)`, or the reason why there is none."""
-    if name not in _registered:
+    if name not in registered():
         raise NotImplementedError(
             f"implementation='cuda': {name} is not in a loaded library; build ffi/ with -DHISPARSE_CUDA=ON and call "
             "hisparse_jax.ffi.load_library(), or choose another implementation."

@@ -347,9 +347,9 @@ def gather_cases(s: Sizes) -> Iterator[Case]:
             return slab_of(s, batch, fmt)
 
         def check(run, fmt=fmt, draw=draw, init=init):
-            plan = draw(jax.random.key(11), 1)[0]
+            host_rows, dest_rows = plan = draw(jax.random.key(11), 1)[0]
             slab, _ = run(init(), plan)
-            check_rows(s, the_pool(s, fmt), slab, *plan, fmt)
+            check_rows(s, the_pool(s, fmt), slab, host_rows, dest_rows, fmt)
 
         variants = {v: functools.partial(step, variant=v) for v in movers()}
         if "cuda" in variants and batch > 1 and percent in (5, 20):

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from hisparse_jax.checkpoint import load_checkpoint
@@ -213,5 +214,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(tyro.cli(Args, description=__doc__)))
     except (ConfigError, PromptError, TierError, FfiError) as error:
-        stderr.print(f"[red]check_oracle:[/] {error}", highlight=False)
+        stderr.print(f"[red]check_oracle:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(2)

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import tyro
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -87,7 +88,8 @@ def main(args: Args) -> int:
     model = DeepseekV4(config, weights)
     tiered, resident = run_twins(args, model, prompts, layout)
     verdict = compare(tiered, resident)
-    stderr.print(request_table(tiered, names), tier_table(tiered, layout), say(verdict, tiered, resident), sep="\n")
+    stderr.print(request_table(tiered, names), tier_table(tiered, layout), token_lines(tiered, names), sep="\n")
+    stderr.print(say(verdict, tiered, resident))
     print(json.dumps(summary(verdict, tiered)))
     return 0 if verdict.equal else 1
 
@@ -190,18 +192,24 @@ def describe(layout: CacheLayout, prompts: list[list[int]]) -> Table:
 
 def request_table(run: Generation, names: list[str]) -> Table:
     """A row per request."""
-    table = Table(title="requests (references and bytes: all C4 layers, all decode steps)", title_justify="left")
-    for column in ("prompt", "context", "pages here", "lost", "in decode", "resident", "newest", "hot hits", "misses",
-                   "host to GPU", "GPU to host", "first tokens"):  # fmt: skip
-        table.add_column(column, justify="left" if column in ("prompt", "first tokens") else "right")
-    for name, report, tokens in zip(names, run.reports, run.tokens, strict=True):
-        counts = [f"{report.counts[n]:,}" for n in ("resident", "newest", "hot_hits", "misses")]
+    table = Table(
+        title="requests: pages here / lost / of them in decode; references and bytes of all C4 layers", title_justify="left"
+    )
+    for column in ("prompt", "context", "pages", "resident", "newest", "hot", "misses", "MiB to GPU", "to host"):
+        table.add_column(column, justify="left" if column == "prompt" else "right")
+    for name, report in zip(names, run.reports, strict=True):
+        pages = (report.pages_resident, report.pages_lost, report.pages_lost - report.pages_lost_in_prefill)
         table.add_row(
-            name, f"{report.context:,}", str(report.pages_resident), str(report.pages_lost),
-            str(report.pages_lost - report.pages_lost_in_prefill), *counts, mib(report.bytes_to_gpu),
-            mib(report.bytes_to_host), " ".join(str(t) for t in tokens[:6]),
+            name, f"{report.context:,}", "/".join(map(str, pages)),
+            *(f"{report.counts[n]:,}" for n in ("resident", "newest", "hot_hits", "misses")),
+            f"{report.bytes_to_gpu / 2**20:,.1f}", f"{report.bytes_to_host / 2**20:,.1f}",
         )  # fmt: skip
     return table
+
+
+def token_lines(run: Generation, names: list[str]) -> str:
+    """The first tokens of each request."""
+    return "\n".join(f"{name}: {' '.join(map(str, tokens[:12]))} ..." for name, tokens in zip(names, run.tokens, strict=True))
 
 
 def tier_table(run: Generation, layout: CacheLayout) -> Table:
@@ -263,5 +271,5 @@ if __name__ == "__main__":
         try:
             sys.exit(main(arguments))
         except (ConfigError, PromptError, TierError, FfiError) as error:
-            stderr.print(f"[red]generate:[/] {error}", highlight=False)
+            stderr.print(f"[red]generate:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
             sys.exit(2)

@@ -31,7 +31,7 @@ stage() {
   timeout --kill-after=10 "$limit" "$@" >"$OUT/$name.log" 2>&1
   code=$?
   summary+=("$(printf '%-10s %-22s %4d s  %s' "$name" "$( ((code)) && echo "FAILED (exit $code)" || echo ok)" $((SECONDS - begin)) "$OUT/$name.log")")
-  ((code)) && failed=1 && tail -n 25 "$OUT/$name.log"
+  ((code)) && failed=1 && tail -n 12 "$OUT/$name.log"
   return "$code"
 }
 
@@ -86,10 +86,17 @@ if lacks pytest_timeout; then
   pytest_options+=(-W "ignore::pytest.PytestConfigWarning")
 fi
 
+# Tests compile more than they compute: several processes share the GPU, none of which may take all its memory.
+if has xdist; then
+  pytest_options+=(-n "${TEST_PROCESSES:-6}")
+else
+  echo "pytest-xdist is missing: tests run one after the other"
+fi
+
 if wanted test; then
   # shellcheck disable=SC2086
-  stage test 240 "$PYTHON" -m pytest -m gpu -q --durations=10 "${pytest_options[@]}" ${PYTEST:-}
-  grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/test.log" | tail -n 20
+  stage test 240 env XLA_PYTHON_CLIENT_PREALLOCATE=false "$PYTHON" -m pytest -m gpu -q --durations=10 "${pytest_options[@]}" ${PYTEST:-}
+  grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/test.log" | cut -c1-180 | tail -n 40
 fi
 
 if lacks tyro && { wanted bench || wanted generate; }; then
@@ -112,7 +119,7 @@ if [[ ${SANITIZE:-0} == 1 ]]; then
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   for tool in memcheck racecheck; do
     stage "$tool" 300 compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-      "$PYTHON" -m pytest -m gpu -q -x -k "${SANITIZE_TESTS:-small}" "${pytest_options[@]}" tests/test_transfer_gpu.py
+      "$PYTHON" -m pytest -m gpu -q -x -k "${SANITIZE_TESTS:-small}" "${pytest_options[@]}" $(has xdist && echo "-n=0") tests/test_transfer_gpu.py
     grep -E "ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|not supported" "$OUT/$tool.log" | tail -n 4
   done
 fi

@@ -21,6 +21,7 @@ import pathlib
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -28,13 +29,17 @@ import jax
 import numpy as np
 from jax._src import compiler
 from jax._src.lib import xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.pallas.triton import gpu_info
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec, use_abstract_mesh
 
 _CONFIG = pathlib.Path(__file__).with_name("h200_target_config.txtpb").read_text()
 _TOPOLOGY = topologies.get_topology_desc(platform="cuda", target_config=_CONFIG, topology="1x1x1")
 _MESH = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
-_ABSTRACT = AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+with use_abstract_mesh(
+    AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=AbstractDevice("NVIDIA H200", 132, "cuda"))
+):  # tracing a whole program under this mesh would clash with the one its arguments stand on
+    _GPU_INFO = gpu_info.get_gpu_info()
 _HLO_DTYPE = {
     "uint8": "u8", "int8": "s8", "int16": "s16", "int32": "s32", "uint32": "u32", "float32": "f32", "bfloat16": "bf16",
     "bool": "pred",
@@ -74,7 +79,7 @@ def compile_for_h200(
     `options` are XLA's compiler options.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn, donate_argnums=donate, static_argnums=static)
-    with use_abstract_mesh(_ABSTRACT) if triton else contextlib.nullcontext():
+    with mock.patch.object(gpu_info, "get_gpu_info", return_value=_GPU_INFO) if triton else contextlib.nullcontext():
         lowered = jitted.trace(*args).lower(lowering_platforms=("cuda",))
     device = _TOPOLOGY.devices[0]
     compile_options = compiler.get_compile_options(

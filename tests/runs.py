@@ -150,7 +150,7 @@ def assert_same(left: Played, right: Played) -> None:
 
 
 def run_script(name: str, *arguments, capsys) -> tuple[int, str, str]:
-    """A script as its command runs it, in this process: exit code, stdout, and stderr on one line."""
+    """A script as its command runs it, in this process: exit code, stdout, stderr."""
     path, before = str(pathlib.Path(__file__).parent.parent / "scripts" / name), sys.argv
     capsys.readouterr()
     sys.argv = [path, *map(str, arguments)]
@@ -161,7 +161,7 @@ def run_script(name: str, *arguments, capsys) -> tuple[int, str, str]:
         sys.argv = before
     captured = capsys.readouterr()
     code = ended.value.code
-    return code if isinstance(code, int) else int(code is not None), captured.out, " ".join(captured.err.split())
+    return code if isinstance(code, int) else int(code is not None), captured.out, captured.err
 
 
 PARTS = {"f32": (4, 0), "bf16": (2, 0), "fp8": (None, 8)}

@@ -34,9 +34,9 @@ from hisparse_jax.status import Status
 from hisparse_jax.steps import traces
 
 STEPS = 40
-LONG, MIDDLE, BRIEF = text(2_301), text(1_270), text(515)
-"""9, 5 and 3 pages; the first two grow by a page in decode. The long prompt is several times the blocks left to C4 pages."""
-PAGES = (6, 3, 10)
+LONG, MIDDLE, BRIEF = text(1_789), text(1_014), text(515)
+"""7, 4 and 3 pages; the first two grow by a page in decode. The long prompt is several times the blocks left to C4 pages."""
+PAGES = (5, 3, 8)
 UNEVEN = (1, 2, 3, 5, 250, 256, 7, 100)
 FRESH = text(3, seed=5)
 """Too short for an entry: its first one pools what an earlier request of the slot may have left."""

@@ -106,11 +106,12 @@ def test_bad_files_are_one_line_and_exit_2(tmp_path, capsys):
     for name in ("bare", "corrupt"):
         shutil.copy(GOLDEN.with_suffix(".json"), tmp_path / f"{name}.json")
     cases = [
-        ((tmp_path / "none.npz",), "none.json does not exist"),
+        ((tmp_path / "none.npz",), "none.npz does not exist; name a folder"),
         ((tmp_path / "corrupt.npz",), "corrupt.npz"),
         ((tmp_path / "bare.npz",), "bare.npz is not a fixture of the oracle's format"),
         ((GOLDEN, "--page-entries", "48"), "--page-entries 48: choose 32 or 64"),
     ]
     for arguments, message in cases:
         code, out, err = run_script("check_oracle.py", *arguments, capsys=capsys)
-        assert (code, out) == (2, "") and message in err and err.startswith("check_oracle: ")
+        assert (code, out) == (2, "") and message in err
+        assert err.startswith("check_oracle: ") and len(err.splitlines()) == 1

@@ -25,7 +25,7 @@ from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import Span, read_ring, write_ring
 from hisparse_jax.rows import RowFormat, hadamard
 
-Weights = Mapping[str, jax.Array]
+Weights = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
 
 
 class Attention(nnx.Module):
@@ -34,8 +34,9 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, layer: int, weights: Weights):
         self.config, self.layer, self.ratio = config, layer, config.compress_ratios[layer]
         prefix = f"layers.{layer}.attn."
-        for name in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b"):
-            setattr(self, name, nnx.Param(weights[f"{prefix}{name}.weight"]))
+        self.wq_a, self.q_norm, self.wq_b, self.wkv, self.kv_norm, self.wo_a, self.wo_b = (
+            nnx.Param(weights[f"{prefix}{name}.weight"]) for name in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b")
+        )
         self.sink = nnx.Param(weights[f"{prefix}attn_sink"])
         if self.ratio != SWA:
             self.compressor = Compressor(config, self.ratio, config.head_dim, weights, f"{prefix}compressor.")
@@ -84,6 +85,7 @@ class Attention(nnx.Module):
         return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
 
     def _compress(self, x, span: Span, state: LayerState, cache: EntryCache, layout: CacheLayout):
+        assert state.ring is not None
         values, numbers, real, ring = self.compressor(x, span, state.ring)
         packed = border(layout.entry.pack(values))
         if self.ratio != C4:
@@ -91,6 +93,7 @@ class Attention(nnx.Module):
         cache = cache.store_c4(self.layer, packed, numbers, real, span, layout)
         if not self.leads:
             return state.replace(ring=ring), cache
+        assert state.index_ring is not None
         values, numbers, real, index_ring = self.indexer.compressor(x, span, state.index_ring)
         if layout.cache.hadamard:
             values = hadamard(values)

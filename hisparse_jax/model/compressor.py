@@ -65,9 +65,7 @@ class Compressor(nnx.Module):
         rows = history.at[request, index].get(mode="clip", wrap_negative_indices=False)
         kv, gate = jnp.split(rows, 2, axis=-1)
         if self.ratio == C4:  # first halves of the older four tokens, second halves of the newer four
-            kv, gate = (
-                jnp.concatenate([part[..., :C4, :width], part[..., C4:, width:]], axis=-2) for part in (kv, gate)
-            )
+            kv, gate = (jnp.concatenate([part[..., :C4, :width], part[..., C4:, width:]], axis=-2) for part in (kv, gate))
         exists = (position >= 0)[..., None]
         weight = jax.nn.softmax(jnp.where(exists, gate, -jnp.inf), axis=-2)
         return (weight * jnp.where(exists, kv, 0)).sum(axis=-2)

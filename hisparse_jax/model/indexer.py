@@ -58,9 +58,9 @@ def score_entries(
 ) -> Float32[Array, "R T N"]:
     """Index score of the first `limit` entries of `num_pages` pages; later columns hold leftovers or zeros, to be masked.
 
-    `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. Prefill scores as many blocks as `limit` needs. Decode
-    scores all of them: a loop whose length the GPU has to tell the host would cost more. The scores are a border: selection
-    reads exactly these numbers in both twins.
+    `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. Prefill scores as many blocks as `limit` needs.
+    Decode scores all of them: a loop whose length the GPU has to tell the host would cost more. The scores are a border:
+    selection reads exactly these numbers in both twins.
     """
     wanted = DECODE_BLOCK if queries.shape[1] == 1 else PREFILL_BLOCK
     block_pages = min(num_pages, max(1, wanted // page_entries))

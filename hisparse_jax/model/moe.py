@@ -29,9 +29,10 @@ class MoE(nnx.Module):
         self.gate = nnx.Param(weights[f"{prefix}gate.weight"])
         name = "tid2eid" if self.hashed else "bias"
         self.routing = nnx.Param(weights[f"{prefix}gate.{name}"])
-        for part in ("w1", "w2", "w3"):
-            setattr(self, part, nnx.Param(weights[f"{prefix}experts.{part}.weight"]))
-            setattr(self, f"shared_{part}", nnx.Param(weights[f"{prefix}shared_experts.{part}.weight"]))
+        self.w1, self.w2, self.w3 = (nnx.Param(weights[f"{prefix}experts.w{i}.weight"]) for i in (1, 2, 3))
+        self.shared_w1, self.shared_w2, self.shared_w3 = (
+            nnx.Param(weights[f"{prefix}shared_experts.w{i}.weight"]) for i in (1, 2, 3)
+        )
 
     def route(self, x: Float[Array, "R T D"], tokens: Int32[Array, "R T"]) -> Float[Array, "R T E"]:
         """Weight of every expert for every token, f32; zero for those not chosen. The bias picks, it never weighs."""

@@ -4,10 +4,11 @@ A few layers of each kind stand for 43. Nothing may copy a pool or the slab, nor
 """
 
 import dataclasses
+import inspect
 
 import jax
 import jax.numpy as jnp
-from h200 import assert_in_place, compile_for_h200, spec, specs_like
+from h200 import assert_in_place, compile_for_h200, spec
 
 from hisparse_jax import decode
 from hisparse_jax.config import CacheConfig, preset
@@ -21,9 +22,7 @@ DEVICE_TEMP = 2 * 2**30
 
 
 def state_specs(layout: CacheLayout) -> TieredState:
-    pools = tuple(
-        spec((layout.host_blocks, layout.page_bytes), jnp.uint8, "pinned_host") for _ in layout.model.c4_layers
-    )
+    pools = tuple(spec((layout.host_blocks, layout.page_bytes), jnp.uint8, "pinned_host") for _ in layout.model.c4_layers)
     slab = spec((layout.gpu_blocks, layout.stride), jnp.uint8)
     rest = jax.eval_shape(lambda: assemble_state(layout, jnp.zeros((1, 1), jnp.uint8), ()))
     return jax.tree.map(lambda x: spec(x.shape, x.dtype), rest).replace(slab=slab, pools=pools)
@@ -38,9 +37,9 @@ def check(backup: str) -> None:
     model, state = DeepseekV4(FLASH, weights), state_specs(layout)
 
     def call(model, state, num_steps):
-        return decode.decode_steps.__wrapped__(model, state, num_steps, layout=layout, max_steps=64)
+        return inspect.unwrap(decode.decode_steps)(model, state, num_steps, layout=layout, max_steps=64)
 
-    compiled = compile_for_h200(call, model, state, spec((), jnp.int32), donate=1)
+    compiled = compile_for_h200(call, model, state, spec((), jnp.int32), donate=1, triton=True)
     print(backup, compiled.stats)
     assert_in_place(compiled, state.slab, *state.pools)
     assert compiled.stats.temp_size_in_bytes < DEVICE_TEMP, f"device temp {compiled.stats.temp_size_in_bytes / 2**30:.2f} GiB"
