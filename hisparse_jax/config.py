@@ -178,8 +178,8 @@ _TINY = dict(
     rope_scaling=Yarn(original_max_position_embeddings=256), max_position_embeddings=4_096,
 )  # fmt: skip
 _DEMO = dict(
-    vocab_size=256, hidden_size=128, num_hidden_layers=8, num_attention_heads=4, q_lora_rank=64, o_groups=2,
-    o_lora_rank=32, index_n_heads=16, index_head_dim=256, index_topk=32, n_routed_experts=8, num_experts_per_tok=2,
+    vocab_size=256, hidden_size=64, num_hidden_layers=8, num_attention_heads=2, q_lora_rank=64, o_groups=2,
+    o_lora_rank=32, index_n_heads=8, index_head_dim=256, index_topk=32, n_routed_experts=8, num_experts_per_tok=2,
     moe_intermediate_size=64, num_hash_layers=1, compress_ratios=(0, 4, 4, 128, 4, 4, 4, 4),
     rope_scaling=Yarn(original_max_position_embeddings=1_024), max_position_embeddings=8_192,
 )  # fmt: skip
