@@ -40,18 +40,21 @@ def admit(
     """
     check_prompt(prompt, layout, max_new_tokens)
     sequences = admit_sequence(state.sequences, slot, len(prompt) + max_new_tokens, **options)
-    ledger, status = _admit(state.ledger, jnp.int32(slot), jnp.int32(layout.num_pages(len(prompt))))
-    raise_for_status(int(status), f"admission to slot {slot}")
-    mask = jnp.arange(layout.cache.max_requests) == slot
-    return state.replace(
-        sequences=sequences,
-        ledger=ledger,
-        hot_maps=tuple(reset_requests(m, mask) for m in state.hot_maps),
-        traffic=jax.tree.map(lambda x: x.at[slot].set(0), state.traffic),
+    (ledger, hot_maps, traffic), status = _take_slot(
+        (state.ledger, state.hot_maps, state.traffic), jnp.int32(slot), jnp.int32(layout.num_pages(len(prompt)))
     )
+    raise_for_status(int(status), f"admission to slot {slot}")
+    return state.replace(sequences=sequences, ledger=ledger, hot_maps=hot_maps, traffic=traffic)
 
 
-_admit = jax.jit(coordinator.admit)
+@jax.jit
+def _take_slot(parts, slot: Int32[Array, ""], num_pages: Int32[Array, ""]):
+    """Host pages for a prompt, an empty hot map and zeroed counters; where the status is not OK nothing is to be kept."""
+    ledger, hot_maps, traffic = parts
+    ledger, status = coordinator.admit(ledger, slot, num_pages)
+    mask = jnp.arange(traffic.swapped_rows.shape[0], dtype=jnp.int32) == slot
+    traffic = jax.tree.map(lambda x: jnp.where(mask, 0, x), traffic)
+    return (ledger, tuple(reset_requests(m, mask) for m in hot_maps), traffic), status
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
@@ -173,7 +176,9 @@ def prefill(
     """
     logits, indices, at = [], [], jnp.int32(slot)
     pending = None
-    for begin, count in chunk_schedule(int(state.sequences.length[slot]), len(prompt), layout.cache.chunk_tokens, chunks):
+    for begin, count in chunk_schedule(
+        int(np.asarray(state.sequences.length)[slot]), len(prompt), layout.cache.chunk_tokens, chunks
+    ):
         state, plan, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
         if int(status) == Status.OUT_OF_BLOCKS and pending is not None:  # leased pages may go once they are copied
             state, pending = _flush(state, pending, layout), None
@@ -194,8 +199,8 @@ def prefill(
         if pending is not None:
             state = commit_backup(state, pending, layout=layout)
         pending = plan
-        logits.append(chunk_logits[:count] if all_logits else chunk_logits)
-        indices.append(picked[:, :count])
+        logits.append((chunk_logits, count if all_logits else 1))
+        indices.append((picked, count))
     state = _flush(state, pending, layout)
     if layout.cache.backup == "write_through":
         state, tail = plan_tail_backup(state, at, layout=layout)

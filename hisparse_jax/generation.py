@@ -157,7 +157,7 @@ def generate(
         raise_for_status(status, f"prefill of request {slot}")
         assert output.logits is not None
         logits.append(output.logits)
-        first.append(int(state.sequences.token[slot]))
+        first.append(int(np.asarray(state.sequences.token)[slot]))
         tell("prefill", slot + 1, len(prompts))
     prefill_seconds = time.perf_counter() - started
     if after_prefill is not None:
@@ -213,10 +213,11 @@ class _Decoder:
         while done < self.steps:
             count = min(self.max_steps, self.steps - done)
             state, output, status = self._call(state, count)
+            statuses, step_tokens, step_logits = (np.array(x) for x in (status, output.tokens, output.logits))
             for slot in range(num_prompts):
-                raise_for_status(int(status[slot]), f"decode of request {slot} at step {done}")
-                tokens[slot].append(np.array(output.tokens[slot, :count]))
-                logits[slot].append(np.array(output.logits[slot, :count]))
+                raise_for_status(int(statuses[slot]), f"decode of request {slot} at step {done}")
+                tokens[slot].append(step_tokens[slot, :count])
+                logits[slot].append(step_logits[slot, :count])
             counts += np.array(output.counts, np.int64) if output.counts is not None else 0
             done += count
             tell("decode", done, self.steps)
@@ -230,14 +231,14 @@ class _Decoder:
 
 
 def _report(state: TieredState, slot: int, layout: CacheLayout, counts: np.ndarray, lost: np.ndarray) -> RequestReport:
-    moved = jax.tree.map(lambda x: int(x[slot]), state.traffic)
-    raise_for_status(Status.HOMELESS if int(state.homeless[slot]) else Status.OK, f"request {slot}")
+    moved = jax.tree.map(lambda x: int(np.asarray(x)[slot]), state.traffic)
+    raise_for_status(Status.HOMELESS if int(np.asarray(state.homeless)[slot]) else Status.OK, f"request {slot}")
     per_name = counts[:, slot].sum(axis=0)
     row, page = layout.entry.row_bytes, layout.page_bytes
     return RequestReport(
-        context=int(state.sequences.length[slot]),
-        pages_resident=int((state.ledger.tables.resident[0, slot] != 0).sum()),
-        pages_lost=int(state.ledger.pages_lost[slot]),
+        context=int(np.asarray(state.sequences.length)[slot]),
+        pages_resident=int((np.asarray(state.ledger.tables.resident)[0, slot] != 0).sum()),
+        pages_lost=int(np.asarray(state.ledger.pages_lost)[slot]),
         pages_lost_in_prefill=int(lost[slot]),
         counts={name: int(per_name[k]) for k, name in enumerate(COUNT_NAMES)},
         bytes_to_gpu=row * (moved.swapped_rows + moved.staged_rows),

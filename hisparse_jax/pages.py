@@ -8,6 +8,7 @@ tile the stride. -1 is no row. Bytes that no row names are never returned: such 
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
 from hisparse_jax.rows import RowFormat
@@ -23,7 +24,7 @@ def entry_rows(
     With a host table and `row_step = page_entries` these are host rows. No bound on the request's length is applied.
     """
     flat = entries.reshape(entries.shape[0], -1)
-    page, slot = flat // page_entries, flat % page_entries
+    page, slot = lax.div(flat, page_entries), lax.rem(flat, page_entries)  # entries below 0 are masked
     known = (flat >= 0) & (page < tables.shape[1])
     block = jnp.take_along_axis(tables, jnp.where(known, page, 0), axis=1)
     rows = jnp.where(known & (block > NULL_BLOCK), block * row_step + slot, MISS)
@@ -40,8 +41,8 @@ def read_rows(
     row_step: int,
 ) -> UInt8[Array, "*rows row_bytes"]:
     """Packed rows: values, then scales. Zeros where a row is -1 or beyond the slab."""
-    block = jnp.where(rows >= 0, rows // row_step, slab.shape[0])
-    slot = rows % row_step
+    block = jnp.where(rows >= 0, lax.div(rows, row_step), slab.shape[0])
+    slot = lax.rem(rows, row_step)
     parts = row_parts(fmt.value_bytes, fmt.scale_bytes, page_entries)
     return jnp.concatenate([read_windows(slab, block, offset + base + width * slot, width) for _, base, width in parts], axis=-1)
 
@@ -57,8 +58,8 @@ def write_rows(
     row_step: int,
 ) -> UInt8[Array, "N stride"]:
     """Writes packed rows, in place when the slab is donated. Skips rows of -1 or beyond the slab; the others are distinct."""
-    block = jnp.where(rows >= 0, rows // row_step, slab.shape[0])
-    slot = rows % row_step
+    block = jnp.where(rows >= 0, lax.div(rows, row_step), slab.shape[0])
+    slot = lax.rem(rows, row_step)
     for start, base, width in row_parts(fmt.value_bytes, fmt.scale_bytes, page_entries):
         slab = write_windows(slab, block, offset + base + width * slot, data[:, start : start + width])
     return slab

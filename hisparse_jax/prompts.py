@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32
 
 from hisparse_jax.layout import CacheLayout
-from hisparse_jax.sequences import Sequences
+from hisparse_jax.sequences import Sequences, committed
 
 
 class PrefillOutput(NamedTuple):
@@ -23,11 +22,15 @@ class PrefillOutput(NamedTuple):
     indices: np.ndarray | None
 
     @classmethod
-    def of(cls, logits: list[Array], indices: list[Array], *, all_logits: bool) -> "PrefillOutput":
+    def of(cls, logits: list[tuple[Array, int]], indices: list[tuple[Array, int]], *, all_logits: bool) -> "PrefillOutput":
+        """From each chunk's padded arrays and their real rows."""
         if not logits:
             return cls(None, None)
         kept = logits if all_logits else logits[-1:]
-        return cls(np.concatenate([np.asarray(x) for x in kept]), np.concatenate([np.asarray(x) for x in indices], axis=1))
+        return cls(
+            np.concatenate([np.asarray(x)[:count] for x, count in kept]),
+            np.concatenate([np.asarray(x)[:, :count] for x, count in indices], axis=1),
+        )
 
 
 class PromptError(ValueError):
@@ -77,25 +80,26 @@ def admit_sequence(
     batch = sequences.length.shape[0]
     if not 0 <= slot < batch:
         raise PromptError(f"slot {slot} does not exist; slots are 0..{batch - 1} (max_requests).")
-    if bool(sequences.running[slot]):
+    if bool(np.asarray(sequences.running)[slot]):
         raise PromptError(f"slot {slot} is running a request; finish it first.")
     if temperature < 0:
         raise PromptError(f"temperature={temperature} must not be negative; 0 is greedy.")
     if not 0 <= seed < 2**32:
         raise PromptError(f"seed={seed} must lie in 0..2^32-1.")
-    new = Sequences(
-        length=jnp.int32(0),
-        token=jnp.int32(0),
-        limit=jnp.int32(limit),
-        stop_token=jnp.int32(stop_token),
-        seed=jnp.uint32(seed),
-        temperature=jnp.float32(temperature),
-        running=jnp.bool_(False),
-    )
-    return jax.tree.map(lambda old, value: old.at[slot].set(value), sequences, new)
+    start = {"length": 0, "token": 0, "limit": limit, "stop_token": stop_token, "seed": seed, "running": False}
+    return _with_slot(sequences, slot, temperature=temperature, **start)
+
+
+def _with_slot(sequences: Sequences, slot: int, **values: float) -> Sequences:
+    """`sequences` with numbers of one slot replaced, on the host: these arrays are a few bytes, and nothing is compiled."""
+    changed = {name: np.array(getattr(sequences, name)) for name in values}
+    for name, value in values.items():
+        changed[name][slot] = value
+    return committed(sequences.replace(**changed))
 
 
 def start_running(sequences: Sequences, slot: int) -> Sequences:
     """Lets a prefilled request take part in decode, unless it has nothing left to compute."""
-    more = (sequences.length[slot] < sequences.limit[slot]) & (sequences.token[slot] != sequences.stop_token[slot])
-    return sequences.replace(running=sequences.running.at[slot].set(more))
+    now = {name: np.asarray(getattr(sequences, name))[slot] for name in ("length", "limit", "token", "stop_token")}
+    more = now["length"] < now["limit"] and now["token"] != now["stop_token"]
+    return _with_slot(sequences, slot, running=bool(more))

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
@@ -118,7 +119,9 @@ def prefill(
     stays at the chunk it reached, and a later call goes on from there.
     """
     logits, indices, at = [], [], jnp.int32(slot)
-    for begin, count in chunk_schedule(int(state.sequences.length[slot]), len(prompt), layout.cache.chunk_tokens, chunks):
+    for begin, count in chunk_schedule(
+        int(np.asarray(state.sequences.length)[slot]), len(prompt), layout.cache.chunk_tokens, chunks
+    ):
         state, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
         if (status := Status(int(status))) != Status.OK:
             return state, PrefillOutput.of(logits, indices, all_logits=all_logits), status
@@ -126,8 +129,8 @@ def prefill(
         state, chunk_logits, picked = prefill_chunk(
             model, state, tokens, at, jnp.int32(count), layout=layout, all_logits=all_logits
         )
-        logits.append(chunk_logits[:count] if all_logits else chunk_logits)
-        indices.append(picked[:, :count])
+        logits.append((chunk_logits, count if all_logits else 1))
+        indices.append((picked, count))
     state = state.replace(sequences=start_running(state.sequences, slot))
     return state, PrefillOutput.of(logits, indices, all_logits=all_logits), Status.OK
 

@@ -114,10 +114,18 @@ def load_weights(args: Args) -> tuple[ModelConfig, dict[str, jax.Array]]:
     dtype = jnp.float32 if args.rows == "f32" else jnp.bfloat16
     if args.checkpoint is None:
         config = preset(args.model)
-        return config, init_weights(config, args.seed, dtype)
+        return config, held(init_weights(config, args.seed, dtype))
     config, weights, report = load_checkpoint(args.checkpoint, dtype)
     stderr.print(report)
-    return config, weights
+    return config, held(weights)
+
+
+def held(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """Weights as the device multiplies them: a CPU has no bf16 product, so all but the embedding become float32 there."""
+    if jax.default_backend() != "cpu":
+        return weights
+    wide = {n: w.astype(jnp.float32) for n, w in weights.items() if w.dtype == jnp.bfloat16 and n != "embed.weight"}
+    return weights | wide
 
 
 def plan(args: Args, config: ModelConfig, prompts: list[list[int]]) -> CacheLayout:

@@ -1,6 +1,7 @@
 """What every test runs under: a CPU unless a GPU is visible, rank promotion an error, compiled programs kept between runs."""
 
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 import subprocess
@@ -14,6 +15,9 @@ ROOT = TESTS.parent
 
 if not pathlib.Path("/dev/nvidia0").exists():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts: without a GPU its CUDA plugin would be tried in vain
+
+if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation takes most of the time
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
 
 import jax  # noqa: E402
 

@@ -191,7 +191,7 @@ def finish_all(state, layout: CacheLayout, slots: list[int]):
 @pytest.mark.parametrize("rows", PAIRWISE)
 def test_tiered_equals_resident(rows):
     for rule, backup, reclaim in PAIRWISE[rows]:
-        check(DEMO if rows == "fp8" else SHORT, rows, rule, backup, reclaim)
+        check(SHORT, rows, rule, backup, reclaim)
 
 
 def test_metrics_do_not_touch_the_logits_nor_does_any_slot_or_chunking():

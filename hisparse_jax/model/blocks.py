@@ -119,7 +119,7 @@ class Attention(nnx.Module):
     def _project(self, out: Float[Array, "R T H c"]) -> Float[Array, "R T D"]:
         cfg = self.config
         groups = out.reshape(*out.shape[:2], cfg.o_groups, -1)
-        wo_a = self.wo_a[...].reshape(cfg.o_groups, cfg.o_lora_rank, -1).astype(out.dtype)
+        wo_a = self.wo_a[...].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
         low = contract("rtgi,gli->rtgl", groups, wo_a).astype(out.dtype)
         return linear(low.reshape(*out.shape[:2], -1), self.wo_b[...])
 
@@ -184,4 +184,4 @@ class DeepseekV4(nnx.Module):
     def logits(self, streams: Float[Array, "R T n D"]) -> Float32[Array, "R T V"]:
         """Logits of each position, f32; a border, so that sampling and debug output read the same numbers."""
         h = rms_norm(self.head_mixer(border(streams)), self.norm[...], self.config.rms_norm_eps)
-        return border(contract("rtd,vd->rtv", h, self.head[...].astype(h.dtype)))
+        return border(contract("rtd,vd->rtv", h, self.head[...]))

@@ -42,7 +42,7 @@ class Indexer(nnx.Module):
         if rotated:
             q = hadamard(q)
         values, scale = index.unpack_scaled(index.pack(q))
-        weight = contract("rtd,hd->rth", x, self.weights_proj[...].astype(x.dtype))
+        weight = contract("rtd,hd->rth", x, self.weights_proj[...])
         return values, weight * scale * (dim**-0.5 * heads**-0.5)
 
 

@@ -37,7 +37,7 @@ class MoE(nnx.Module):
     def route(self, x: Float[Array, "R T D"], tokens: Int32[Array, "R T"]) -> Float[Array, "R T E"]:
         """Weight of every expert for every token, f32; zero for those not chosen. The bias picks, it never weighs."""
         cfg = self.config
-        scores = jnp.sqrt(jax.nn.softplus(contract("rtd,ed->rte", x, self.gate[...].astype(x.dtype))))
+        scores = jnp.sqrt(jax.nn.softplus(contract("rtd,ed->rte", x, self.gate[...])))
         if self.hashed:
             chosen = self.routing[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
         else:
@@ -46,14 +46,14 @@ class MoE(nnx.Module):
         return picked / picked.sum(axis=-1, keepdims=True) * cfg.routed_scaling_factor
 
     def _experts(self, x: Float[Array, "R T D"], share: Float[Array, "R T E"]) -> Float[Array, "R T D"]:
-        gate = contract("rtd,efd->rtef", x, self.w1[...].astype(x.dtype))
-        up = contract("rtd,efd->rtef", x, self.w3[...].astype(x.dtype))
+        gate = contract("rtd,efd->rtef", x, self.w1[...])
+        up = contract("rtd,efd->rtef", x, self.w3[...])
         hidden = (_gated(gate, up, self.config.swiglu_limit) * share[..., None]).astype(x.dtype)
-        return contract("rtef,edf->ertd", hidden, self.w2[...].astype(x.dtype)).sum(axis=0)  # no transposed copy of w2
+        return contract("rtef,edf->ertd", hidden, self.w2[...]).sum(axis=0)  # no transposed copy of w2
 
     def __call__(self, x: Float[Array, "R T D"], tokens: Int32[Array, "R T"]) -> Float[Array, "R T D"]:
         routed = self._experts(x, self.route(x, tokens))
-        gate = contract("rtd,fd->rtf", x, self.shared_w1[...].astype(x.dtype))
-        up = contract("rtd,fd->rtf", x, self.shared_w3[...].astype(x.dtype))
+        gate = contract("rtd,fd->rtf", x, self.shared_w1[...])
+        up = contract("rtd,fd->rtf", x, self.shared_w3[...])
         hidden = _gated(gate, up, self.config.swiglu_limit).astype(x.dtype)
-        return (routed + contract("rtf,df->rtd", hidden, self.shared_w2[...].astype(x.dtype))).astype(x.dtype)
+        return (routed + contract("rtf,df->rtd", hidden, self.shared_w2[...])).astype(x.dtype)

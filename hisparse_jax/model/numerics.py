@@ -15,13 +15,17 @@ def border(tree):
 
 
 def contract(equation: str, *operands: Array) -> Float[Array, "..."]:
-    """`jnp.einsum` accumulated in float32, without TF32; float32 out."""
+    """`jnp.einsum` accumulated in float32, without TF32; float32 out.
+
+    Operands of unlike dtype meet in the wider one. A CPU has no bf16 product: weights that are held there as float32 numbers
+    with bf16 values give the same products and are not converted in every step.
+    """
     return jnp.einsum(equation, *operands, precision=jax.lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
 
 
 def linear(x: Float[Array, "... D"], weight: Float[Array, "N D"]) -> Float[Array, "... N"]:
     """`x @ weight.T` for a weight stored `[out, in]`: float32 accumulation, `x`'s dtype out."""
-    return contract("...d,nd->...n", x, weight.astype(x.dtype)).astype(x.dtype)
+    return contract("...d,nd->...n", x, weight).astype(x.dtype)
 
 
 def rms(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:

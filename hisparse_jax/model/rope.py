@@ -45,6 +45,7 @@ def rotate(
         sin = -sin
     rope_dims = 2 * len(freqs)
     plain, turned = x[..., :-rope_dims], x[..., -rope_dims:].astype(jnp.float32)
-    first, second = turned[..., 0::2], turned[..., 1::2]
-    pairs = jnp.stack([first * cos - second * sin, first * sin + second * cos], axis=-1)
-    return jnp.concatenate([plain, pairs.reshape(turned.shape).astype(x.dtype)], axis=-1)
+    pairs = turned.reshape(*turned.shape[:-1], -1, 2)
+    signed = jnp.stack([-sin, sin], axis=-1)  # (a, b) -> (a cos - b sin, b cos + a sin)
+    turned = (pairs * cos[..., None] + pairs[..., ::-1] * signed).reshape(turned.shape)
+    return jnp.concatenate([plain, turned.astype(x.dtype)], axis=-1)
