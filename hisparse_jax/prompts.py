@@ -90,7 +90,7 @@ def admit_sequence(
     return _with_slot(sequences, slot, temperature=temperature, **start)
 
 
-def _with_slot(sequences: Sequences, slot: int, **values: float) -> Sequences:
+def _with_slot(sequences: Sequences, slot: int, **values: float | int) -> Sequences:
     """`sequences` with numbers of one slot replaced, on the host: these arrays are a few bytes, and nothing is compiled."""
     changed = {name: np.array(getattr(sequences, name)) for name in values}
     for name, value in values.items():
