@@ -31,7 +31,7 @@ DEMO = dataclasses.replace(
 )  # fmt: skip
 """The demo's schedule and head sizes; what does not touch the cache is smaller."""
 
-SHORT = dataclasses.replace(DEMO, num_hidden_layers=3, compress_ratios=(4, 128, 4))
+SHORT = dataclasses.replace(DEMO, num_hidden_layers=5, compress_ratios=(4, 4, 128, 4, 4))
 """Fewer programs to compile, still two C4 layers in a resident group."""
 
 TINY = preset("tiny")
