@@ -3,7 +3,7 @@
 #   1. build the handlers with CUDA   2. pytest -m gpu   3. scripts/bench_kernels.py   4. scripts/generate.py --steps 32
 # A stage that fails does not stop the next. Logs go to $OUT (default build/gpu_check); a summary stands last.
 #
-#     OUT=/tmp/check WHEELS=wheels scripts/gpu_check.sh
+#     OUT=build/check WHEELS=wheels scripts/gpu_check.sh
 #
 # PYTHON    the interpreter (python3)
 # WHEELS    folder of wheels for what this machine's python lacks (tyro, beartype, ...); installed beside it, not into it
