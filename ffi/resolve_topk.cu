@@ -1,13 +1,14 @@
 // Where each selected entry stands, the swap-in plan, and the new map and LRU order. Rule and reference:
 // pallas_kernels/ref.py.
 //
-// One block takes one request, all its query rows. Four dependent trips to memory: the indices; their blocks;
-// then, only where an entry must stand in a hot slot, the map and the LRU order together; the results.
+// One block takes one request, all its query rows. Three dependent trips to memory: the indices, with the map
+// and the LRU order, which only a request uses that has an entry in a hot slot; the entries' blocks; the
+// results.
 //
 //   1. Each reference is classed. The host rows wanted go into a hash table in shared memory, and the first
 //   reference
-//      of each is noted. A request that wants none is done here: its map and LRU are neither read nor
-//      written.
+//      of each is noted. A request that wants none is done here: nothing depends on its map and LRU,
+//      and neither is written.
 //   2. Each slot looks its host row up in that table: a hit. What nothing hit is a miss, numbered in order of
 //   first
 //      reference by a prefix sum.
@@ -89,17 +90,33 @@ struct Table {
   }
 };
 
+// Loads that stay where they are written, so that they are on their way while other work is done.
+__device__ __forceinline__ int4 LoadEarly(const int4* from) {
+  int4 four;
+  asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+               : "l"(from));
+  return four;
+}
+__device__ __forceinline__ short4 LoadEarly(const short4* from) {
+  short4 four;
+  asm volatile("ld.global.v4.s16 {%0, %1, %2, %3}, [%4];"
+               : "=h"(four.x), "=h"(four.y), "=h"(four.z), "=h"(four.w)
+               : "l"(from));
+  return four;
+}
+
 // Four consecutive items from `first` on, `filler` past the end.
 __device__ __forceinline__ int4 FourOf(const int32_t* items, int first, int count, int filler) {
   if (count % 4 == 0)
-    return first < count ? *reinterpret_cast<const int4*>(items + first)
+    return first < count ? LoadEarly(reinterpret_cast<const int4*>(items + first))
                          : int4{filler, filler, filler, filler};
   return {first < count ? items[first] : filler, first + 1 < count ? items[first + 1] : filler,
           first + 2 < count ? items[first + 2] : filler, first + 3 < count ? items[first + 3] : filler};
 }
 __device__ __forceinline__ short4 FourOf(const int16_t* items, int first, int count, short filler) {
   if (count % 4 == 0)
-    return first < count ? *reinterpret_cast<const short4*>(items + first)
+    return first < count ? LoadEarly(reinterpret_cast<const short4*>(items + first))
                          : short4{filler, filler, filler, filler};
   return {first < count ? items[first] : filler, first + 1 < count ? items[first + 1] : filler,
           first + 2 < count ? items[first + 2] : filler, first + 3 < count ? items[first + 3] : filler};
@@ -136,6 +153,8 @@ __global__ void __launch_bounds__(kThreads, 1) ResolveKernel(Operands in, Result
   // 1. Class the references.
   int entry = thread < refs ? in.topk[thread] : -1;
   const int first_new = in.first_new[request];
+  int4 held_first = FourOf(out.slot_host, thread * 4, slots, -1);
+  short4 by_age = FourOf(out.lru, thread * 4, slots, -1);
   bool owned = true;
   for (int i = thread; i < shape.hot_pages; i += kThreads) owned = owned && in.hot[i] > 0;
   for (int i = thread; i < shape.table_size(); i += kThreads) {
@@ -179,9 +198,8 @@ __global__ void __launch_bounds__(kThreads, 1) ResolveKernel(Operands in, Result
   int num_misses = 0;
   if (uses_slots) {
     // 2. Hits and misses.
-    short4 by_age = FourOf(out.lru, thread * 4, slots, -1);  // on its way while the map is looked up
     for (int first = thread * 4; first < slots; first += kThreads * 4) {
-      const int4 four = FourOf(out.slot_host, first, slots, -1);
+      const int4 four = first < kThreads * 4 ? held_first : FourOf(out.slot_host, first, slots, -1);
       const int held[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -285,6 +303,14 @@ using Ints3 = ffi::Buffer<ffi::S32, 3>;
 using Flags = ffi::Buffer<ffi::PRED, 2>;
 using Order = ffi::Buffer<ffi::S16, 2>;
 
+template <typename Buffer>
+ffi::Error CopyUnlessSame(cudaStream_t stream, const Buffer& from, Buffer& to) {
+  if (from.untyped_data() == to.untyped_data()) return ffi::Error::Success();
+  return CheckCuda("resolve_topk", "cudaMemcpyAsync",
+                   cudaMemcpyAsync(to.untyped_data(), from.untyped_data(), from.size_bytes(),
+                                   cudaMemcpyDeviceToDevice, stream));
+}
+
 ffi::Error ResolveTopk(cudaStream_t stream, int32_t ordinal, Ints3 topk, Ints2 num_entries, Flags row_valid,
                        Ints1 first_new, Ints2 resident, Ints2 host, Ints2 hot, Ints2 slot_host, Order lru,
                        ffi::Result<Ints2> rows, ffi::Result<Ints2> num_valid, ffi::Result<Ints2> host_rows,
@@ -303,11 +329,12 @@ ffi::Error ResolveTopk(cudaStream_t stream, int32_t ordinal, Ints3 topk, Ints2 n
   if (page_entries < 1 || hot.dimensions()[1] * page_entries < num_slots) {
     return ffi::Error::InvalidArgument("resolve_topk: the hot region is smaller than its slots");
   }
-  if (slot_host.untyped_data() != new_slot_host->untyped_data() ||
-      lru.untyped_data() != new_lru->untyped_data()) {
-    return ffi::Error::Internal("resolve_topk: map and LRU must be updated in place");
-  }
   if (batch == 0) return ffi::Error::Success();
+  // Both are updated in place. XLA may give a result that is stored elsewhere at once (a scan's) another
+  // buffer.
+  ffi::Error error = CopyUnlessSame(stream, slot_host, *new_slot_host);
+  if (error.success()) error = CopyUnlessSame(stream, lru, *new_lru);
+  if (error.failure()) return error;
   Request shape = {};
   shape.query_rows = static_cast<int>(dims[1]);
   shape.top_k = static_cast<int>(dims[2]);

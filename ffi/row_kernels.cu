@@ -2,8 +2,8 @@
 //
 // Ids are read on the device, so every call may stand in a loop and be captured into a CUDA graph. One warp
 // moves one row, or one piece of a page, in words of 16 bytes where every address allows it; addresses are
-// 64-bit. An id list is mostly padding, and the wanted ids of one request stand side by side: each warp takes
-// every `warps`-th id, so neighbours go to neighbouring warps and no request is served by one block alone.
+// 64-bit. An id list is mostly padding: each warp takes every `warps`-th id, or, where the wanted ids of each
+// list are counted, its part of those alone. No request is served by one block.
 // The references are in pallas_kernels/ref.py, under the same names.
 #include <cuda_runtime.h>
 
@@ -24,10 +24,11 @@ using Ids = ffi::Buffer<ffi::S32, 1>;
 constexpr int kLanes = 32;
 constexpr int kWarps = 8;  // of one block
 constexpr int kThreads = kLanes * kWarps;
+constexpr int kMostThreads = 1024;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
-constexpr int kRowsInFlight = 4;   // rows whose loads a warp issues before its first store
 constexpr int kWordsInFlight = 2;  // words of each of them a lane loads at a time
+constexpr int kMaxLists = 1024;    // lists of a gather whose lengths a block holds
 constexpr int kPieceWords = 4;     // words a lane moves at a time of a page piece, or of a row to store
 
 // Words a row's values and scales, or a page, can be moved in: every address and size is a multiple of them.
@@ -49,15 +50,14 @@ __device__ T* FromLane(T* pointer, int lane) {
   return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(pointer), lane));
 }
 
-// Copies `words` words of up to kRowsInFlight places, all loads before all stores; a null source gives zeros,
+// Copies `words` words of up to kRows places, all loads before all stores; a null source gives zeros,
 // a null target is skipped.
-template <typename Word>
-__device__ void CopyRows(const uint8_t* const (&from)[kRowsInFlight], uint8_t* const (&to)[kRowsInFlight],
-                         int words) {
+template <typename Word, int kRows>
+__device__ void CopyRows(const uint8_t* const (&from)[kRows], uint8_t* const (&to)[kRows], int words) {
   for (int first = 0; first < words; first += kLanes * kWordsInFlight) {
-    Word held[kRowsInFlight][kWordsInFlight];
+    Word held[kRows][kWordsInFlight];
 #pragma unroll
-    for (int row = 0; row < kRowsInFlight; ++row) {
+    for (int row = 0; row < kRows; ++row) {
 #pragma unroll
       for (int part = 0; part < kWordsInFlight; ++part) {
         const int word = first + part * kLanes + Lane();
@@ -68,7 +68,7 @@ __device__ void CopyRows(const uint8_t* const (&from)[kRowsInFlight], uint8_t* c
       }
     }
 #pragma unroll
-    for (int row = 0; row < kRowsInFlight; ++row) {
+    for (int row = 0; row < kRows; ++row) {
 #pragma unroll
       for (int part = 0; part < kWordsInFlight; ++part) {
         const int word = first + part * kLanes + Lane();
@@ -99,7 +99,9 @@ struct Gather {
   uint8_t* dest;
   const int32_t* host_rows;
   const int32_t* dest_rows;
-  int64_t count;
+  const int32_t* lengths;  // wanted items of each list, at its front
+  int32_t num_lists;       // 0: not counted
+  int64_t count;           // items of all lists
   RowShape row;
   int64_t page_bytes;  // of the pool
   int64_t stride;      // of dest
@@ -109,15 +111,66 @@ struct Gather {
   int64_t num_dest_rows;
 };
 
-// The scale load goes out with the value loads: both are in flight before the first store.
-template <typename Value, typename Scale>
-__global__ void __launch_bounds__(kThreads) GatherKernel(const Gather g) {
+// before[l] = wanted items of the lists before l; by the first warp.
+__device__ void SumLengths(const Gather& g, int32_t* before) {
+  const int64_t longest = g.count / g.num_lists;
+  int32_t sum = 0;
+  if (Lane() == 0) before[0] = 0;
+  for (int32_t first = 0; first < g.num_lists; first += kLanes) {
+    const int32_t list = first + Lane();
+    int32_t here = 0;
+    if (list < g.num_lists) {
+      const int32_t length = g.lengths[list];
+      here = length < 0 ? 0 : length < longest ? length : static_cast<int32_t>(longest);
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) {
+      const int32_t earlier = __shfl_up_sync(kAllLanes, here, step);
+      if (Lane() >= step) here += earlier;
+    }
+    if (list < g.num_lists) before[list + 1] = sum + here;
+    sum += __shfl_sync(kAllLanes, here, kLanes - 1);
+  }
+}
+
+// Where the `number`-th wanted item stands among all items.
+__device__ int64_t Place(const Gather& g, const int32_t* before, int32_t number) {
+  int32_t low = 0, high = g.num_lists - 1;
+  while (low < high) {
+    const int32_t middle = (low + high + 1) / 2;
+    if (before[middle] <= number) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low * (g.count / g.num_lists) + number - before[low];
+}
+
+// Where the wanted items of each list are counted, blocks share them evenly, each a run of neighbours. Else
+// each warp takes every `warps`-th item. The scale load goes out with the value loads: both are in flight
+// before the first store.
+template <typename Value, typename Scale, int kRows>
+__global__ void __launch_bounds__(kRows > 2 ? kThreads : kMostThreads) GatherKernel(const Gather g) {
+  __shared__ int32_t before[kMaxLists + 1];
+  const bool counted = g.num_lists > 0;
+  const int64_t warp = threadIdx.x / kLanes, warps = blockDim.x / kLanes;
+  int64_t first = blockIdx.x * warps + warp, step = gridDim.x * warps, end = g.count;
+  if (counted) {
+    if (threadIdx.x < kLanes) SumLengths(g, before);
+    __syncthreads();
+    const int64_t total = before[g.num_lists], share = (total + gridDim.x - 1) / gridDim.x;
+    first = blockIdx.x * share + warp;
+    step = warps;
+    end = min((blockIdx.x + 1) * share, total);
+  }
   const int value_words = static_cast<int>(g.row.value_bytes / sizeof(Value));
   const int scale_words = static_cast<int>(g.row.scale_bytes / sizeof(Scale));
-  for (int64_t begin = 0; begin < g.count; begin += kLanes * NumWarps()) {
-    const int64_t item = begin + Lane() * NumWarps() + WarpNumber();
+  for (int64_t begin = first; begin < end; begin += kLanes * step) {
+    const int64_t number = begin + Lane() * step;
     int32_t host_row = -1, dest_row = -1;
-    if (item < g.count) {
+    if (number < end) {
+      const int64_t item = counted ? Place(g, before, static_cast<int32_t>(number)) : number;
       host_row = g.host_rows[item];
       dest_row = g.dest_rows[item];
     }
@@ -138,11 +191,11 @@ __global__ void __launch_bounds__(kThreads) GatherKernel(const Gather g) {
     }
     unsigned todo = __ballot_sync(kAllLanes, wanted);
     while (todo != 0) {
-      const uint8_t *from[kRowsInFlight], *scale_from[kRowsInFlight];
-      uint8_t *to[kRowsInFlight], *scale_to[kRowsInFlight];
-      Scale scale[kRowsInFlight];
+      const uint8_t *from[kRows], *scale_from[kRows];
+      uint8_t *to[kRows], *scale_to[kRows];
+      Scale scale[kRows];
 #pragma unroll
-      for (int row = 0; row < kRowsInFlight; ++row) {
+      for (int row = 0; row < kRows; ++row) {
         const bool one = todo != 0;
         const int lane = one ? __ffs(todo) - 1 : 0;
         todo &= todo - 1;
@@ -156,15 +209,15 @@ __global__ void __launch_bounds__(kThreads) GatherKernel(const Gather g) {
           scale[row] = __ldcs(reinterpret_cast<const Scale*>(scale_from[row]) + Lane());
         }
       }
-      CopyRows<Value>(from, to, value_words);
+      CopyRows<Value, kRows>(from, to, value_words);
 #pragma unroll
-      for (int row = 0; row < kRowsInFlight; ++row) {
+      for (int row = 0; row < kRows; ++row) {
         if (scale_to[row] != nullptr && Lane() < scale_words) {
           reinterpret_cast<Scale*>(scale_to[row])[Lane()] = scale[row];
         }
       }
       for (int word = kLanes + Lane(); word < scale_words; word += kLanes) {  // more scales than lanes: rare
-        for (int row = 0; row < kRowsInFlight; ++row) {
+        for (int row = 0; row < kRows; ++row) {
           if (scale_to[row] == nullptr) continue;
           Scale more{};
           if (scale_from[row] != nullptr) more = reinterpret_cast<const Scale*>(scale_from[row])[word];
@@ -285,11 +338,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename... Parameters, typename... Arguments>
-cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream,
+cudaError_t Launch(void (*kernel)(Parameters...), int64_t blocks, int threads, cudaStream_t stream,
                    Arguments... arguments) {
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
@@ -309,9 +362,19 @@ int64_t NumBlocks(int64_t most, int64_t items) {
   return needed < most ? (needed < 1 ? 1 : needed) : (most < 1 ? 1 : most);
 }
 
+template <int kRows>
+auto GatherOf(int64_t value_word, int64_t scale_word) {
+  if (value_word == 16) {
+    return scale_word >= 8 ? GatherKernel<uint4, uint2, kRows> : GatherKernel<uint4, uint8_t, kRows>;
+  }
+  if (value_word == 1) return GatherKernel<uint8_t, uint8_t, kRows>;
+  return scale_word >= 4 ? GatherKernel<uint32_t, uint32_t, kRows> : GatherKernel<uint32_t, uint8_t, kRows>;
+}
+
 ffi::Error GatherRows(cudaStream_t stream, int32_t device, Bytes pool, Bytes dest_in, Ids host_rows,
-                      Ids dest_rows, ffi::Result<Bytes> dest, int64_t value_bytes, int64_t scale_bytes,
-                      int64_t page_entries, int64_t offset, int64_t row_step, int64_t num_blocks) {
+                      Ids dest_rows, Ids lengths, ffi::Result<Bytes> dest, int64_t value_bytes,
+                      int64_t scale_bytes, int64_t page_entries, int64_t offset, int64_t row_step,
+                      int64_t num_blocks, int64_t warps, int64_t rows_in_flight) {
   const char* what = "gather_rows";
   const int64_t page_bytes = pool.dimensions()[1], stride = dest->dimensions()[1];
   const RowShape row{value_bytes, scale_bytes, page_entries};
@@ -320,13 +383,25 @@ ffi::Error GatherRows(cudaStream_t stream, int32_t device, Bytes pool, Bytes des
     return Refuse(what, std::to_string(host_rows.element_count()) + " host rows, " +
                             std::to_string(dest_rows.element_count()) + " destination rows.");
   }
+  const auto num_lists = static_cast<int64_t>(lengths.element_count());
+  const auto count = static_cast<int64_t>(host_rows.element_count());
+  if (num_lists > kMaxLists || (num_lists > 0 && count % num_lists != 0) || count > INT32_MAX) {
+    return Refuse(what, std::to_string(count) + " items in " + std::to_string(num_lists) +
+                            " lists; at most " + std::to_string(kMaxLists) + " of one length each.");
+  }
+  if (warps < 1 || warps > (rows_in_flight > 2 ? kWarps : kMostThreads / kLanes)) {
+    return Refuse(what, std::to_string(warps) + " warps with " + std::to_string(rows_in_flight) +
+                            " rows in flight each: at most 32, and 8 with more than 2 rows.");
+  }
   if (!row.Fits(page_bytes)) return Refuse(what, "rows exceed the page of " + std::to_string(page_bytes));
   if (offset < 0 || row_step < 1) return Refuse(what, "offset is negative or row_step below 1.");
   Gather g{pool.typed_data(),
            dest->typed_data(),
            host_rows.typed_data(),
            dest_rows.typed_data(),
-           static_cast<int64_t>(host_rows.element_count()),
+           lengths.typed_data(),
+           static_cast<int32_t>(num_lists),
+           count,
            row,
            page_bytes,
            stride,
@@ -339,12 +414,15 @@ ffi::Error GatherRows(cudaStream_t stream, int32_t device, Bytes pool, Bytes des
   const int64_t scale_word = WordBytes(places | (value_bytes * page_entries) | scale_bytes);
   if (cudaError_t status = cudaSetDevice(device); status != cudaSuccess) return Report(what, status);
   const int64_t blocks = NumBlocks(num_blocks, g.count);
-  auto kernel = value_word == 16
-                    ? (scale_word >= 8 ? GatherKernel<uint4, uint2> : GatherKernel<uint4, uint8_t>)
-                : value_word == 1
-                    ? GatherKernel<uint8_t, uint8_t>
-                    : (scale_word >= 4 ? GatherKernel<uint32_t, uint32_t> : GatherKernel<uint32_t, uint8_t>);
-  return Report(what, Launch(kernel, blocks, stream, g));
+  const int threads = static_cast<int>(warps) * kLanes;
+  switch (rows_in_flight) {
+    case 1:
+      return Report(what, Launch(GatherOf<1>(value_word, scale_word), blocks, threads, stream, g));
+    case 2:
+      return Report(what, Launch(GatherOf<2>(value_word, scale_word), blocks, threads, stream, g));
+    default:
+      return Report(what, Launch(GatherOf<4>(value_word, scale_word), blocks, threads, stream, g));
+  }
 }
 
 ffi::Error StoreEntry(cudaStream_t stream, int32_t device, Bytes pool, Bytes rows, Ids host_rows,
@@ -372,7 +450,7 @@ ffi::Error StoreEntry(cudaStream_t stream, int32_t device, Bytes pool, Bytes row
                 : word == 8 ? StoreKernel<uint2>
                 : word == 4 ? StoreKernel<uint32_t>
                             : StoreKernel<uint8_t>;
-  return Report(what, Launch(kernel, NumBlocks(1 << 16, s.count), stream, s));
+  return Report(what, Launch(kernel, NumBlocks(1 << 16, s.count), kThreads, stream, s));
 }
 
 ffi::Error CopyPages(cudaStream_t stream, int32_t device, Bytes pool, Bytes slab, Ids slab_blocks,
@@ -404,7 +482,7 @@ ffi::Error CopyPages(cudaStream_t stream, int32_t device, Bytes pool, Bytes slab
   c.num_pieces = NumPieces(page_bytes, word < 4 ? 1 : word == 16 ? 16 : 4);
   if (cudaError_t status = cudaSetDevice(device); status != cudaSuccess) return Report(what, status);
   auto kernel = word == 16 ? CopyKernel<uint4> : word == 1 ? CopyKernel<uint8_t> : CopyKernel<uint32_t>;
-  return Report(what, Launch(kernel, NumBlocks(num_blocks, c.count * c.num_pieces), stream, c));
+  return Report(what, Launch(kernel, NumBlocks(num_blocks, c.count * c.num_pieces), kThreads, stream, c));
 }
 
 auto BindDevice() {
@@ -421,8 +499,8 @@ int LaunchPageCopies(void* stream, const PagePlaces& places, int64_t page_bytes,
   const int64_t word = WordBytes(addresses);
   auto kernel = word == 16 ? PlacesKernel<uint4> : word == 1 ? PlacesKernel<uint8_t> : PlacesKernel<uint32_t>;
   const int64_t pieces = NumPieces(page_bytes, word == 16 ? 16 : word == 1 ? 1 : 4);
-  return Launch(kernel, NumBlocks(num_blocks, places.count * pieces), static_cast<cudaStream_t>(stream),
-                places, page_bytes, pieces);
+  return Launch(kernel, NumBlocks(num_blocks, places.count * pieces), kThreads,
+                static_cast<cudaStream_t>(stream), places, page_bytes, pieces);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hisparse_gather_rows_cuda, GatherRows,
@@ -431,13 +509,16 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(hisparse_gather_rows_cuda, GatherRows,
                                   .Arg<Bytes>()  // dest u8[N, stride]
                                   .Arg<Ids>()    // host rows i32[M]
                                   .Arg<Ids>()    // dest rows i32[M]
+                                  .Arg<Ids>()    // wanted items of each list i32[L]; L = 0: not counted
                                   .Ret<Bytes>()  // dest, aliased
                                   .Attr<int64_t>("value_bytes")
                                   .Attr<int64_t>("scale_bytes")
                                   .Attr<int64_t>("page_entries")
                                   .Attr<int64_t>("offset")
                                   .Attr<int64_t>("row_step")
-                                  .Attr<int64_t>("num_blocks"),
+                                  .Attr<int64_t>("num_blocks")
+                                  .Attr<int64_t>("warps")
+                                  .Attr<int64_t>("rows_in_flight"),
                               {ffi::Traits::kCmdBufferCompatible});
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(hisparse_store_entry_cuda, StoreEntry,

@@ -28,7 +28,7 @@ stage() {
   local name=$1 limit=$2 begin=$SECONDS code
   shift 2
   echo "== $name: $*"
-  timeout --kill-after=10 "$limit" "$@" >"$OUT/$name.log" 2>&1
+  timeout --signal=INT --kill-after=20 "$limit" "$@" >"$OUT/$name.log" 2>&1
   code=$?
   summary+=("$(printf '%-10s %-22s %4d s  %s' "$name" "$( ((code)) && echo "FAILED (exit $code)" || echo ok)" $((SECONDS - begin)) "$OUT/$name.log")")
   ((code)) && failed=1 && tail -n 12 "$OUT/$name.log"
@@ -95,8 +95,8 @@ fi
 
 if wanted test; then
   # shellcheck disable=SC2086
-  stage test 240 env XLA_PYTHON_CLIENT_PREALLOCATE=false "$PYTHON" -m pytest -m gpu -q --durations=10 "${pytest_options[@]}" ${PYTEST:-}
-  grep -E "^(FAILED|ERROR)|passed|failed" "$OUT/test.log" | cut -c1-180 | tail -n 40
+  stage test "${TEST_SECONDS:-240}" env XLA_PYTHON_CLIENT_PREALLOCATE=false "$PYTHON" -m pytest -m gpu -v --tb=short --durations=15 "${pytest_options[@]}" ${PYTEST:-}
+  grep -E "^(FAILED|ERROR|E  )|passed|failed|^[0-9.]+s (call|setup)" "$OUT/test.log" | cut -c1-180 | tail -n 60
 fi
 
 if lacks tyro && { wanted bench || wanted generate; }; then

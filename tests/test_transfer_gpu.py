@@ -93,8 +93,9 @@ def test_small_gather_copies_rows_and_nothing_else(how, fmt):
     np.testing.assert_array_equal(result, gathered(np.array(pool, copy=True), dest, host_rows, dest_rows, row, offset, row_step))
 
 
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("programs", [1, 3, 1_056])
-def test_f2_small_gather_of_one_request_that_holds_all_misses(how, programs):
+def test_f2_small_gather_of_one_request_that_holds_all_misses(how, programs, counted):
     row, page = FORMATS["fp8"]
     pool, dest = random_bytes(12, page), random_bytes(9, page, seed=1)
     host_rows, dest_rows = np.full((8, 512), -1), np.full((8, 512), -1)
@@ -102,7 +103,24 @@ def test_f2_small_gather_of_one_request_that_holds_all_misses(how, programs):
     host_rows[5], dest_rows[5] = rng.permutation(12 * 64)[:512], 64 + rng.permutation(8 * 64)[:512]
     plan = host_rows.reshape(-1), dest_rows.reshape(-1)
     run = in_place(gather_rows, 1, how, pool := as_pool(pool), **row, offset=0, row_step=64, num_programs=programs)
-    result = run(pool, jnp.asarray(dest), *map(ids, plan))
+    lengths = ids((host_rows >= 0).sum(axis=1)) if counted else None
+    result = run(pool, jnp.asarray(dest), *map(ids, plan), lengths)
+    np.testing.assert_array_equal(result, gathered(np.array(pool, copy=True), dest, *plan, row, 0, 64))
+
+
+@pytest.mark.parametrize("lists", [1, 70, 1_100])
+def test_small_gather_of_counted_lists(how, lists):
+    """Lengths of every kind, also below 0 and past the list; more lists than a block counts."""
+    row, page = FORMATS["fp8"]
+    pool, dest, rng = random_bytes(12, page), random_bytes(9, page, seed=1), np.random.default_rng(lists)
+    lengths = rng.choice([-3, 0, 1, 2, 4, 9], lists)
+    host_rows, dest_rows = rng.integers(0, 12 * 64, (lists, 4)), np.full((lists, 4), -1)
+    wanted = np.arange(4)[None] < lengths[:, None]
+    some = rng.permutation(8 * 64)[: wanted.sum()]
+    dest_rows[np.nonzero(wanted)[0][: some.size], np.nonzero(wanted)[1][: some.size]] = 64 + some
+    plan = np.where(dest_rows >= 0, host_rows, -1).reshape(-1), dest_rows.reshape(-1)
+    run = in_place(gather_rows, 1, how, pool := as_pool(pool), **row, offset=0, row_step=64)
+    result = run(pool, jnp.asarray(dest), *map(ids, plan), ids(lengths))
     np.testing.assert_array_equal(result, gathered(np.array(pool, copy=True), dest, *plan, row, 0, 64))
 
 
