@@ -22,7 +22,7 @@ demo: install
 	@$(BIN)/python scripts/generate.py
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 --durations=10 $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup --durations=10 $(PYTEST_ARGS)
 
 install: $(INSTALLED)
 

@@ -1,4 +1,4 @@
-"""What a layout holds: hot regions, requests resident and tiered, bytes per token, the least GPU blocks of a request.
+"""What a layout holds: hot regions, requests resident and tiered, bytes per token, the least GPU blocks of a run.
 
 All of it is arithmetic on a `CacheLayout`; no array is made. Fractions are exact. Null blocks are not subtracted from
 the pools where a published formula does not subtract them.
@@ -8,11 +8,12 @@ Source: the admission arithmetic of vLLM's HiSparse.
 
 import dataclasses
 import math
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from hisparse_jax.config import C4, CacheConfig, ModelConfig
 from hisparse_jax.layout import TAIL_PAGES, CacheLayout, index_layers, steady_blocks
-from hisparse_jax.specs import C4StateSpec, C128StateSpec, IndexStateSpec, WindowSpec, cdiv, model_specs
+from hisparse_jax.specs import C4StateSpec, C128StateSpec, IndexStateSpec, WindowSpec, model_specs
 
 MAP_BYTES = 6
 """Hot map and LRU, per slot and leading layer: an int32 host row and an int16 slot."""
@@ -107,29 +108,39 @@ def concurrency(layout: CacheLayout, tokens: int, *, window_tokens: int | None =
     )
 
 
-def prefill_pages(layout: CacheLayout) -> int:
-    """Most pages that must be resident at once in a chunked prefill.
-
-    A chunk adds pages while those that the chunk before it wrote are still being backed up and cannot go; the last two
-    never go.
-    """
-    chunk, page = layout.cache.chunk_tokens, layout.page_tokens
-    written = cdiv(chunk + page - math.gcd(chunk, page), page)  # pages that a chunk touches, at its worst start
-    return max(TAIL_PAGES, written) + cdiv(chunk, page)
-
-
 def min_gpu_blocks(layout: CacheLayout, tokens: int) -> int:
-    """Least `gpu_blocks` with which one request of `tokens` tokens is prefilled and decoded, null block included.
+    """Least `gpu_blocks` with which one prompt of `tokens` tokens is prefilled in full chunks, or decoded to that length alone.
 
-    Fully resident where that is less; else its base pages, its hot region and the resident pages that a prefill chunk
-    or a decode stretch (which adds one page to the tail) holds at once. Giving pages up and taking the region are one
-    transition, so the region comes from the pages' own blocks. `layout.gpu_blocks` plays no part.
+    Null block included; `layout.gpu_blocks` plays no part.
     """
-    pages = layout.num_pages(tokens)
-    resident = layout.growing_groups * pages
-    held = min(pages, max(prefill_pages(layout), TAIL_PAGES + 1))
-    tiered = layout.num_base_groups * pages + layout.num_resident_groups * (layout.hot_pages + held)
-    return 1 + (min(resident, tiered) if layout.host_blocks else resident)
+    chunk = layout.cache.chunk_tokens
+    return batch_gpu_blocks(layout, ([layout.num_pages(min(end, tokens))] for end in range(chunk, tokens + chunk, chunk)))
+
+
+def batch_gpu_blocks(layout: CacheLayout, growth: Iterable[Sequence[int]]) -> int:
+    """Least `gpu_blocks` with which requests that start empty grow side by side, none of them ending; null block included.
+
+    `growth` lists the pages of each request after each time that room is made for new ones. Before the new pages come, all
+    history can leave but each request's last two pages. A request that lost pages holds its hot region; while it has too
+    few pages for that to pay it stays whole, except under `reclaim="eager"`: there the count is what is enough, and a slab
+    without room for such regions may get by with less. Giving pages up and taking the region are one transition, so the
+    region comes from the pages' own blocks. `layout.gpu_blocks` plays no part.
+    """
+    eager = layout.cache.reclaim == "eager"
+
+    def resident(before: int, after: int) -> int:
+        """Pages of one request on the GPU, hot ones included, at their fewest once the new ones are there."""
+        tiered = layout.hot_pages + min(before, TAIL_PAGES) + after - before
+        if not layout.host_blocks or (eager and before <= TAIL_PAGES):
+            return after
+        return tiered if eager else min(after, tiered)
+
+    most, pages = 0, None
+    for grown in growth:
+        held = sum(map(resident, pages or [0] * len(grown), grown))
+        most = max(most, layout.num_base_groups * sum(grown) + layout.num_resident_groups * held)
+        pages = grown
+    return 1 + most
 
 
 @dataclasses.dataclass(frozen=True)

@@ -230,6 +230,10 @@ class CacheConfig:
     """Overrides the count that `gpu_pool_bytes` gives; null block included."""
     host_blocks: int | None = None
     """Overrides the count that `host_pool_bytes` gives; null block included."""
+    parked_requests: int = 0
+    """Requests kept on the host over preemption at once, beside the `max_requests` that run; 0: no parking."""
+    parked_pages: int | None = None
+    """Pages of all of them together, null block excluded; None: `max_model_len` tokens for each."""
     num_hot_slots: int | None = None
     """Hot slots per request and C4 layer; None: `(query_rows + 1) * index_topk`."""
     rows: str = "fp8"
@@ -270,10 +274,14 @@ class CacheConfig:
         for name in ("max_model_len", "query_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("gpu_pool_bytes", "host_pool_bytes", "gpu_blocks", "host_blocks"):
+        for name in ("gpu_pool_bytes", "host_pool_bytes", "gpu_blocks", "host_blocks", "parked_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be positive.")
+        if self.parked_requests < 0:
+            raise ConfigError(f"parked_requests={self.parked_requests} must not be negative; 0 keeps none.")
+        if self.parked_pages is not None and not self.parked_requests:
+            raise ConfigError(f"parked_pages={self.parked_pages} has no effect without parked_requests; give both or neither.")
         if self.page_entries < 32 or self.page_entries % 32:
             raise ConfigError(f"page_entries={self.page_entries} must be a multiple of 32: a page holds whole C128 entries.")
         if not 1 <= self.stretch_steps <= 64:

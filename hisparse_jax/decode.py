@@ -18,15 +18,25 @@ from hisparse_jax.hot_map import reset_requests
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.numerics import border
-from hisparse_jax.prompts import PrefillOutput, admit_sequence, check_prompt, chunk_schedule, pad_chunk, start_running
-from hisparse_jax.room import make_room, new_pages_for
+from hisparse_jax.prompts import (
+    ChunkOutput,
+    PrefillOutput,
+    admit_sequence,
+    check_prompt,
+    chunk_schedule,
+    pad_chunk,
+    start_running,
+)
+from hisparse_jax.room import commit_copies, make_room, new_pages_for
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState, init_state
 from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
-from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
+from hisparse_jax.steps import DecodeOutput, Stretch, compute_chunk, decode_stretch, init_output, run_stretches, traces
 from hisparse_jax.tiered import StagedEntries, TieredEntries
 
-__all__ = ["admit", "check_prompt", "decode_steps", "finish", "init_state", "prefill"]
+__all__ = [
+    "admit", "check_prompt", "decode_steps", "end_prefill", "finish", "flush_backup", "init_state", "prefill", "prefill_step",
+]  # fmt: skip
 
 PageIds = tuple[Int32[Array, " M"], ...]
 
@@ -153,10 +163,7 @@ def _each_layer(call, state: TieredState, layout: CacheLayout, source: PageIds, 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
 def commit_backup(state: TieredState, plan: SpillPlan, *, layout: CacheLayout) -> TieredState:
     """Ends the leases of a backup that an earlier dispatch carried out, and marks its pages valid."""
-    ledger = spill.commit_completed(spill.commit_enqueued(state.ledger, plan), plan)
-    request = jnp.where(plan.host > 0, plan.request, layout.cache.max_requests)
-    copied = state.traffic.copied_pages.at[request].add(len(layout.model.c4_layers), mode="drop")
-    return state.replace(ledger=ledger, traffic=state.traffic.replace(copied_pages=copied))
+    return commit_copies(state, plan)
 
 
 def prefill(
@@ -174,39 +181,69 @@ def prefill(
     `chunks` are the chunks' lengths (default: as long as compiled). Where blocks are short, even with the request's own
     history on the host, the status says so, the request stays at the chunk it reached, and a later call goes on from there.
     """
-    logits, indices, at = [], [], jnp.int32(slot)
+    outputs: list[ChunkOutput] = []
     pending = None
     for begin, count in chunk_schedule(
         int(np.asarray(state.sequences.length)[slot]), len(prompt), layout.cache.chunk_tokens, chunks
     ):
-        state, plan, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
-        if int(status) == Status.OUT_OF_BLOCKS and pending is not None:  # leased pages may go once they are copied
-            state, pending = _flush(state, pending, layout), None
-            state, plan, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
-        if (status := Status(int(status))) != Status.OK:
-            state = _flush(state, pending, layout)
-            return state, PrefillOutput.of(logits, indices, all_logits=all_logits), status
-        state, chunk_logits, picked = prefill_chunk(
-            model,
-            state,
-            pad_chunk(prompt, begin, count, layout.cache.chunk_tokens),
-            at,
-            jnp.int32(count),
-            *_page_ids(pending, layout),
-            layout=layout,
-            all_logits=all_logits,
+        state, pending, output, status = prefill_step(
+            model, state, slot, prompt, begin, count, pending, layout=layout, all_logits=all_logits
         )
-        if pending is not None:
-            state = commit_backup(state, pending, layout=layout)
-        pending = plan
-        logits.append((chunk_logits, count if all_logits else 1))
-        indices.append((picked, count))
-    state = _flush(state, pending, layout)
+        if output is None:
+            return state, PrefillOutput.of(outputs, all_logits=all_logits), status
+        outputs.append(output)
+    state = end_prefill(state, slot, pending, layout=layout)
+    return state, PrefillOutput.of(outputs, all_logits=all_logits), Status.OK
+
+
+def prefill_step(
+    model: DeepseekV4,
+    state: TieredState,
+    slot: int,
+    prompt: Sequence[int],
+    begin: int,
+    count: int,
+    pending: SpillPlan | None = None,
+    *,
+    layout: CacheLayout,
+    all_logits: bool = False,
+) -> tuple[TieredState, SpillPlan | None, ChunkOutput | None, Status]:
+    """Prefills tokens `begin .. begin + count - 1` of an admitted request that holds the first `begin`.
+
+    `pending` is the backup that the step before this one returned; it is carried out beside this chunk. Hand on the new one
+    to the next step or to `end_prefill`; decode may run in between. Where blocks are short, nothing was computed: no output,
+    the status says why, and `pending` was flushed.
+    """
+    at, size = jnp.int32(slot), jnp.int32(count)
+    state, plan, code = prepare_chunk(state, at, size, layout=layout)
+    if int(code) == Status.OUT_OF_BLOCKS and pending is not None:  # leased pages may go once they are copied
+        state, pending = flush_backup(state, pending, layout=layout), None
+        state, plan, code = prepare_chunk(state, at, size, layout=layout)
+    if (status := Status(int(code))) != Status.OK:
+        return flush_backup(state, pending, layout=layout), None, None, status
+    tokens = pad_chunk(prompt, begin, count, layout.cache.chunk_tokens)
+    state, logits, indices = prefill_chunk(
+        model, state, tokens, at, size, *_page_ids(pending, layout), layout=layout, all_logits=all_logits
+    )
+    if pending is not None:
+        state = commit_backup(state, pending, layout=layout)
+    return state, plan, ChunkOutput(logits, indices, count), status
+
+
+def end_prefill(state: TieredState, slot: int, pending: SpillPlan | None, *, layout: CacheLayout) -> TieredState:
+    """Carries out what is left to back up of a prefilled prompt, and lets the request run."""
+    state = flush_backup(state, pending, layout=layout)
     if layout.cache.backup == "write_through":
-        state, tail = plan_tail_backup(state, at, layout=layout)
-        state = _flush(state, tail, layout)
-    state = state.replace(sequences=start_running(state.sequences, slot))
-    return state, PrefillOutput.of(logits, indices, all_logits=all_logits), Status.OK
+        state, tail = plan_tail_backup(state, jnp.int32(slot), layout=layout)
+        state = flush_backup(state, tail, layout=layout)
+    return state.replace(sequences=start_running(state.sequences, slot))
+
+
+def flush_backup(state: TieredState, pending: SpillPlan | None, *, layout: CacheLayout) -> TieredState:
+    """Carries out a pending backup now, with nothing beside it; its leases end."""
+    if pending is None:
+        return state
+    return commit_backup(backup(state, *_page_ids(pending, layout), layout=layout), pending, layout=layout)
 
 
 def _page_ids(plan: SpillPlan | None, layout: CacheLayout):
@@ -214,12 +251,6 @@ def _page_ids(plan: SpillPlan | None, layout: CacheLayout):
         none = ffi.pinned_ids(np.full(layout.cache.chunk_pages, NULL_BLOCK, np.int32))
         return (none,) * layout.num_resident_groups, none
     return tuple(ffi.pinned_ids(blocks) for blocks in np.asarray(plan.source)), ffi.pinned_ids(np.asarray(plan.host))
-
-
-def _flush(state: TieredState, plan: SpillPlan | None, layout: CacheLayout) -> TieredState:
-    if plan is None:
-        return state
-    return commit_backup(backup(state, *_page_ids(plan, layout), layout=layout), plan, layout=layout)
 
 
 @functools.partial(
@@ -245,18 +276,10 @@ def decode_steps(
     host and was left out of the stretches it could not grow for; call again once there is room.
     """
     traces["decode.decode_steps"] += 1
-    batch, most = layout.cache.max_requests, layout.cache.stretch_steps
-    forced = jnp.full((batch, max_steps), -1, jnp.int32) if forced is None else forced
-    output = init_output(layout, max_steps, logits=return_logits, indices=return_indices)
-    num_steps = jnp.minimum(num_steps, max_steps)
-    counts = jnp.zeros((len(state.pools), batch, 5), jnp.int32) if metrics else None
+    output = init_output(layout, max_steps, logits=return_logits, indices=return_indices, counts=metrics)
 
-    def stretch(i, carry):
-        state, output, counts, _ = carry
-        count = jnp.minimum(most, num_steps - i * most)
-        seq = state.sequences
-        target = jnp.where(seq.running, jnp.minimum(seq.length + count, seq.limit), 0)
-        state, granted, status = make_room(state, new_pages_for(state, target, layout), layout, max_new_pages=1)
+    def stretch(state: TieredState, output: DecodeOutput, part: Stretch):
+        state, granted, status = make_room(state, new_pages_for(state, part.target, layout), layout, max_new_pages=1)
         ledger = state.ledger
         cache = TieredEntries(
             slab=state.slab,
@@ -267,11 +290,11 @@ def decode_steps(
             traffic=state.traffic,
             hot=ledger.hot,
             hot_maps=state.hot_maps,
-            counts=counts,
+            counts=output.counts,
             homeless=state.homeless,
         )
         sequences, layers, cache, output = decode_stretch(
-            model, seq, state.layers, cache, output, granted, forced, i * most, count, layout
+            model, state.sequences, state.layers, cache, output, granted, part, layout
         )
         state = state.replace(
             sequences=sequences,
@@ -282,12 +305,9 @@ def decode_steps(
             traffic=cache.traffic,
             homeless=cache.homeless,
         )
-        return state, output, cache.counts, status
+        return state, output.replace(counts=cache.counts), status
 
-    state, output, counts, status = jax.lax.fori_loop(
-        0, -(-num_steps // most), stretch, (state, output, counts, jnp.full(batch, Status.OK, jnp.int32))
-    )
-    return state, output.replace(counts=counts), status
+    return run_stretches(stretch, state, output, num_steps, forced, layout)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

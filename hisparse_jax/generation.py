@@ -9,20 +9,24 @@ of one compiled size. Both twins take the same steps with the same shapes.
 """
 
 import dataclasses
-import inspect
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hisparse_jax import decode, resident
+from hisparse_jax import decode, ffi, resident
+from hisparse_jax.capacity import batch_gpu_blocks
+from hisparse_jax.config import ConfigError
+from hisparse_jax.host_memory import check_host_budget
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
-from hisparse_jax.prompts import PromptError
+from hisparse_jax.prompts import PromptError, check_prompt, check_sampling, chunk_schedule
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import Status, raise_for_status
+from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
 
 TWINS = {"tiered": decode, "resident": resident}
@@ -67,7 +71,7 @@ class Generation:
     """Compilation apart."""
     compile_seconds: float
     traces: int
-    """Programs the jitted decode loop was traced and compiled to in this run: 1, or 0 where an earlier run left it."""
+    """Times that the jitted decode loop was traced in this run: 1, or 0 where an earlier run of the same shapes left it."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -110,6 +114,113 @@ def resident_layout(layout: CacheLayout) -> CacheLayout:
     return plan_layout(layout.model, cache, tiered=False)
 
 
+def check_run(
+    prompts: Sequence[Sequence[int]],
+    layout: CacheLayout,
+    *,
+    max_new_tokens: int,
+    twin: str = "tiered",
+    seed: int = 0,
+    temperature: float = 0.0,
+    chunks: Sequence[int] | None = None,
+    call_steps: int = 64,
+) -> None:
+    """Refuses what `generate` could not carry to its end, before a weight, a program or a byte of the tiers is needed.
+
+    Raises `PromptError` for bad input, `ConfigError` for a layout that is too small, `FfiError` where the tiered twin has no
+    handler library.
+    """
+    if twin not in TWINS:
+        raise ConfigError(f"twin={twin!r} is unknown; choose from {', '.join(TWINS)}.")
+    check_input(prompts, layout, max_new_tokens=max_new_tokens, seed=seed, temperature=temperature, call_steps=call_steps)
+    lengths = [len(prompt) for prompt in prompts]
+    if twin == "tiered":
+        _check_host(lengths, layout, max_new_tokens)
+    least = least_gpu_blocks(lengths, layout, max_new_tokens=max_new_tokens, twin=twin, chunks=chunks, call_steps=call_steps)
+    if layout.gpu_blocks < least:
+        raise ConfigError(
+            f"gpu_blocks={layout.gpu_blocks} is too small a slab: {_requests(lengths, max_new_tokens)} need {least} blocks at "
+            f"once; raise gpu_blocks to {least} (or gpu_pool_bytes to {least * layout.stride:,}), or run fewer or shorter ones."
+        )
+    if twin == "tiered":
+        check_host_budget(layout.host_bytes)
+        ffi.load_library()
+
+
+def check_input(
+    prompts: Sequence[Sequence[int]],
+    layout: CacheLayout,
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    temperature: float = 0.0,
+    call_steps: int = 64,
+) -> None:
+    """The part of `check_run` that no budget enters: raises `PromptError` unless any slab could be large enough."""
+    if not 1 <= len(prompts) <= layout.cache.max_requests:
+        raise PromptError(f"{len(prompts)} prompts; this layout takes 1..{layout.cache.max_requests} (max_requests).")
+    for name, value in (("max_new_tokens", max_new_tokens), ("call_steps", call_steps)):
+        if value < 1:
+            raise PromptError(f"{name}={value} must be at least 1.")
+    check_sampling(seed, temperature)
+    if seed > (last := 2**32 - len(prompts)):
+        raise PromptError(f"seed={seed} leaves too few for {len(prompts)} requests, which take one each; lower it to {last}.")
+    for prompt in prompts:
+        check_prompt(prompt, layout, max_new_tokens - 1)
+
+
+def _check_host(lengths: list[int], layout: CacheLayout, max_new_tokens: int) -> None:
+    if not layout.host_blocks:
+        raise ConfigError("a layout without a host tier is the resident twin's; plan the tiered twin's with tiered=True.")
+    need = 1 + sum(layout.num_pages(length + max_new_tokens - 1) for length in lengths)
+    if layout.host_blocks < need:
+        size = need * layout.host_page
+        raise ConfigError(
+            f"host_blocks={layout.host_blocks} is too small a host pool: {_requests(lengths, max_new_tokens)} need {need}, one a "
+            f"page and the null block; raise host_blocks to {need} (or host_pool_bytes to {size:,}, "
+            f"{math.ceil(size / 2**30 * 1e4) / 1e4:.4f} GiB), or run fewer or shorter ones."
+        )
+
+
+def _requests(lengths: list[int], max_new_tokens: int) -> str:
+    total = sum(lengths) + len(lengths) * (max_new_tokens - 1)
+    return f"{len(lengths)} request{'s' * (len(lengths) > 1)} of {total:,} tokens in all"
+
+
+def least_gpu_blocks(
+    lengths: Sequence[int],
+    layout: CacheLayout,
+    *,
+    max_new_tokens: int,
+    twin: str = "tiered",
+    chunks: Sequence[int] | None = None,
+    call_steps: int = 64,
+) -> int:
+    """Least `gpu_blocks` with which `generate` runs prompts of these lengths to their end; `layout.gpu_blocks` plays no part.
+
+    One exception: with `backup="spill"`, many requests that spill in the same stretch may want more page copies than a call
+    makes, and then need more blocks.
+    """
+    layout = layout if twin == "tiered" else dataclasses.replace(layout, host_blocks=0)
+    return batch_gpu_blocks(layout, _growth(lengths, layout, max_new_tokens - 1, chunks, call_steps))
+
+
+def _growth(
+    lengths: Sequence[int], layout: CacheLayout, steps: int, chunks: Sequence[int] | None, call_steps: int
+) -> Iterator[list[int]]:
+    """Pages of each request after each prefill chunk and at each stretch of decode, as a run takes them."""
+    pages = [0] * len(lengths)
+    for slot, length in enumerate(lengths):
+        for begin, count in chunk_schedule(0, length, layout.cache.chunk_tokens, chunks):
+            pages[slot] = layout.num_pages(begin + count)
+            yield list(pages)
+    for call in range(0, steps, call_steps):
+        end = min(call + call_steps, steps)
+        for first in range(call, end, layout.cache.stretch_steps):
+            done = min(first + layout.cache.stretch_steps, end)
+            yield [layout.num_pages(length + done) for length in lengths]
+
+
 def generate(
     model: DeepseekV4,
     prompts: Sequence[Sequence[int]],
@@ -128,17 +239,15 @@ def generate(
 
     `twin` is "tiered" or "resident" (with `resident_layout(layout)`). `seed + slot` seeds each request. `call_steps` steps go
     into one dispatch. `on_progress(stage, done, total)` is told of prompts and steps. `after_prefill` may replace the state
-    before decode. Raises `PromptError` for bad input, `TierError` where the pools cannot hold the batch.
+    before decode. Raises what `check_run` raises, before anything is taken; `TierError` where blocks run out all the same.
     """
-    run = TWINS[twin]
-    if not 1 <= len(prompts) <= layout.cache.max_requests:
-        raise PromptError(f"{len(prompts)} prompts; this layout takes 1..{layout.cache.max_requests} (max_requests).")
-    if max_new_tokens < 1:
-        raise PromptError(f"max_new_tokens={max_new_tokens} must be at least 1.")
-    tell = on_progress or (lambda *_: None)
-    compiled = _num_compiled(run.decode_steps)
-    for prompt in prompts:  # refuse before anything is taken
-        run.check_prompt(prompt, layout, max_new_tokens - 1)
+    check_run(
+        prompts, layout, max_new_tokens=max_new_tokens, twin=twin, seed=seed, temperature=temperature, chunks=chunks,
+        call_steps=call_steps,
+    )  # fmt: skip
+    run, tell = TWINS[twin], on_progress or (lambda *_: None)
+    loop = run.__name__.removeprefix("hisparse_jax.") + ".decode_steps"
+    traced = traces[loop]
     state = run.init_state(layout)
 
     started = time.perf_counter()
@@ -180,13 +289,8 @@ def generate(
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
         compile_seconds=compile_seconds,
-        traces=_num_compiled(run.decode_steps) - compiled,
+        traces=traces[loop] - traced,
     )
-
-
-def _num_compiled(function) -> int:
-    """Programs that a jitted function holds, also where a wrapper (a type checker, a test) stands around it."""
-    return inspect.unwrap(function, stop=lambda f: hasattr(f, "_cache_size"))._cache_size()
 
 
 class _Decoder:
@@ -216,6 +320,8 @@ class _Decoder:
             statuses, step_tokens, step_logits = (np.array(x) for x in (status, output.tokens, output.logits))
             for slot in range(num_prompts):
                 raise_for_status(int(statuses[slot]), f"decode of request {slot} at step {done}")
+                if (step_tokens[slot, :count] < 0).any():  # an earlier stretch of this call left it out
+                    raise_for_status(Status.OUT_OF_BLOCKS, f"decode of request {slot} at step {done}")
                 tokens[slot].append(step_tokens[slot, :count])
                 logits[slot].append(step_logits[slot, :count])
             counts += np.array(output.counts, np.int64) if output.counts is not None else 0

@@ -77,6 +77,24 @@ class CacheLayout:
         return len(self.model.c4_layers) * self.page_bytes
 
     @property
+    def base_page(self) -> int:
+        """Bytes of a parking block: one page of every base group, without the slack of slab blocks."""
+        return sum(_block_bytes(group) for group in self.base_groups)
+
+    @property
+    def parking_blocks(self) -> int:
+        """Blocks of parked base pages, null block included; 0 where nothing is parked."""
+        requests, pages = self.cache.parked_requests, self.cache.parked_pages
+        if not requests or not self.host_blocks:
+            return 0
+        return 1 + (requests * self.max_pages if pages is None else pages)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Windows and compressor states of one request, all layers."""
+        return sum(s.dense_bytes for _, s in model_specs(self.model, self.cache).sliding)
+
+    @property
     def row_step(self) -> int:
         """C4 rows from one block to the next: 320 (Flash) and 448 (Pro) by the base rule."""
         return self.stride // self.page_bytes * self.page_entries
@@ -106,6 +124,13 @@ class CacheLayout:
     @property
     def host_bytes(self) -> int:
         return self.host_blocks * self.host_page
+
+    @property
+    def parking_bytes(self) -> int:
+        """Pinned host memory beside the C4 pools: base pages, and a snapshot for each place and for the null one."""
+        if not self.parking_blocks:
+            return 0
+        return self.parking_blocks * self.base_page + (self.cache.parked_requests + 1) * self.snapshot_bytes
 
     def num_pages(self, tokens: int) -> int:
         """Pages of a request of `tokens` tokens."""
@@ -276,6 +301,11 @@ def _check_counts(layout: CacheLayout, tiered: bool) -> None:
             f"the host pool has {host} blocks, max_model_len={cache.max_model_len} needs {need} ({layout.max_pages} pages, the "
             f"null block, a copy-on-write tail); raise host_pool_bytes to {need * layout.host_page:,} (or host_blocks to {need}) "
             "or lower max_model_len."
+        )
+    if 0 < layout.parking_blocks <= layout.max_pages:
+        raise LayoutError(
+            f"parked_pages={cache.parked_pages} holds no request of max_model_len={cache.max_model_len}, which has "
+            f"{layout.max_pages} pages; raise parked_pages or leave it out."
         )
     for pool, blocks, rows in (("gpu", gpu, layout.row_step), ("host", host, layout.page_entries)):
         if blocks * rows > MAX_ROW:

@@ -1,14 +1,27 @@
 """Prompts on their way in: checked before anything changes, cut into chunks of one compiled size, given a slot."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.sequences import Sequences, committed
+
+
+class ChunkOutput(NamedTuple):
+    """What one chunk gave, on the device: `count` real rows of padded arrays.
+
+    logits: f32[C, V] of every position, or f32[1, V] of the last real one alone.
+    indices: i32[L4, C, K]
+    """
+
+    logits: Float32[Array, "N V"]
+    indices: Int32[Array, "L4 C K"]
+    count: int
 
 
 class PrefillOutput(NamedTuple):
@@ -22,14 +35,14 @@ class PrefillOutput(NamedTuple):
     indices: np.ndarray | None
 
     @classmethod
-    def of(cls, logits: list[tuple[Array, int]], indices: list[tuple[Array, int]], *, all_logits: bool) -> "PrefillOutput":
-        """From each chunk's padded arrays and their real rows."""
-        if not logits:
+    def of(cls, chunks: Sequence[ChunkOutput], *, all_logits: bool) -> "PrefillOutput":
+        """From the chunks of a prompt, in order."""
+        if not chunks:
             return cls(None, None)
-        kept = logits if all_logits else logits[-1:]
+        kept = chunks if all_logits else chunks[-1:]
         return cls(
-            np.concatenate([np.asarray(x)[:count] for x, count in kept]),
-            np.concatenate([np.asarray(x)[:, :count] for x, count in indices], axis=1),
+            np.concatenate([np.asarray(x.logits)[: x.count] for x in kept]),
+            np.concatenate([np.asarray(x.indices)[:, : x.count] for x in chunks], axis=1),
         )
 
 
@@ -53,6 +66,14 @@ def check_prompt(prompt: Sequence[int], layout: CacheLayout, max_new_tokens: int
         raise PromptError(f"a prompt is a flat sequence of token ids, not {ids.dtype}[{', '.join(map(str, ids.shape))}].")
     if bad := ids[(ids < 0) | (ids >= layout.model.vocab_size)].tolist():
         raise PromptError(f"token id {bad[0]} is outside the vocabulary 0..{layout.model.vocab_size - 1}.")
+
+
+def check_sampling(seed: int, temperature: float) -> None:
+    """Raises `PromptError` for a seed or a temperature that no request can have."""
+    if not 0 <= temperature < math.inf:
+        raise PromptError(f"temperature={temperature} must be a finite number and not negative; 0 is greedy.")
+    if not 0 <= seed < 2**32:
+        raise PromptError(f"seed={seed} must lie in 0..2^32-1.")
 
 
 def chunk_schedule(begin: int, length: int, chunk_tokens: int, chunks: Sequence[int] | None = None) -> Iterator[tuple[int, int]]:
@@ -82,10 +103,7 @@ def admit_sequence(
         raise PromptError(f"slot {slot} does not exist; slots are 0..{batch - 1} (max_requests).")
     if bool(np.asarray(sequences.running)[slot]):
         raise PromptError(f"slot {slot} is running a request; finish it first.")
-    if temperature < 0:
-        raise PromptError(f"temperature={temperature} must not be negative; 0 is greedy.")
-    if not 0 <= seed < 2**32:
-        raise PromptError(f"seed={seed} must lie in 0..2^32-1.")
+    check_sampling(seed, temperature)
     start = {"length": 0, "token": 0, "limit": limit, "stop_token": stop_token, "seed": seed, "running": False}
     return _with_slot(sequences, slot, temperature=temperature, **start)
 

@@ -18,12 +18,20 @@ from hisparse_jax.layer_state import LayerState, init_layer_states
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.span import Span
-from hisparse_jax.prompts import PrefillOutput, admit_sequence, check_prompt, chunk_schedule, pad_chunk, start_running
+from hisparse_jax.prompts import (
+    ChunkOutput,
+    PrefillOutput,
+    admit_sequence,
+    check_prompt,
+    chunk_schedule,
+    pad_chunk,
+    start_running,
+)
 from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.status import Status
-from hisparse_jax.steps import DecodeOutput, compute_chunk, decode_stretch, init_output, traces
+from hisparse_jax.steps import DecodeOutput, Stretch, compute_chunk, decode_stretch, init_output, run_stretches, traces
 
-__all__ = ["admit", "check_prompt", "decode_steps", "finish", "init_state", "prefill"]
+__all__ = ["admit", "check_prompt", "decode_steps", "end_prefill", "finish", "init_state", "prefill", "prefill_step"]
 
 
 class ResidentEntries(EntryCache):
@@ -118,21 +126,44 @@ def prefill(
     `chunks` are the chunks' lengths (default: as long as compiled). Where blocks are short the status says so, the request
     stays at the chunk it reached, and a later call goes on from there.
     """
-    logits, indices, at = [], [], jnp.int32(slot)
+    outputs: list[ChunkOutput] = []
     for begin, count in chunk_schedule(
         int(np.asarray(state.sequences.length)[slot]), len(prompt), layout.cache.chunk_tokens, chunks
     ):
-        state, status = prepare_chunk(state, at, jnp.int32(count), layout=layout)
-        if (status := Status(int(status))) != Status.OK:
-            return state, PrefillOutput.of(logits, indices, all_logits=all_logits), status
-        tokens = pad_chunk(prompt, begin, count, layout.cache.chunk_tokens)
-        state, chunk_logits, picked = prefill_chunk(
-            model, state, tokens, at, jnp.int32(count), layout=layout, all_logits=all_logits
-        )
-        logits.append((chunk_logits, count if all_logits else 1))
-        indices.append((picked, count))
-    state = state.replace(sequences=start_running(state.sequences, slot))
-    return state, PrefillOutput.of(logits, indices, all_logits=all_logits), Status.OK
+        state, output, status = prefill_step(model, state, slot, prompt, begin, count, layout=layout, all_logits=all_logits)
+        if output is None:
+            return state, PrefillOutput.of(outputs, all_logits=all_logits), status
+        outputs.append(output)
+    return end_prefill(state, slot), PrefillOutput.of(outputs, all_logits=all_logits), Status.OK
+
+
+def prefill_step(
+    model: DeepseekV4,
+    state: ResidentState,
+    slot: int,
+    prompt: Sequence[int],
+    begin: int,
+    count: int,
+    *,
+    layout: CacheLayout,
+    all_logits: bool = False,
+) -> tuple[ResidentState, ChunkOutput | None, Status]:
+    """Prefills tokens `begin .. begin + count - 1` of an admitted request that holds the first `begin`.
+
+    Decode may run between two steps. Where blocks are short, nothing was computed: no output, and the status says why.
+    """
+    at, size = jnp.int32(slot), jnp.int32(count)
+    state, code = prepare_chunk(state, at, size, layout=layout)
+    if (status := Status(int(code))) != Status.OK:
+        return state, None, status
+    tokens = pad_chunk(prompt, begin, count, layout.cache.chunk_tokens)
+    state, logits, indices = prefill_chunk(model, state, tokens, at, size, layout=layout, all_logits=all_logits)
+    return state, ChunkOutput(logits, indices, count), status
+
+
+def end_prefill(state: ResidentState, slot: int) -> ResidentState:
+    """Lets a prefilled request run."""
+    return state.replace(sequences=start_running(state.sequences, slot))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "max_steps", "return_logits", "return_indices"), donate_argnames="state")
@@ -153,25 +184,17 @@ def decode_steps(
     the stretches it could not grow for; call again once there is room.
     """
     traces["resident.decode_steps"] += 1
-    batch, most = layout.cache.max_requests, layout.cache.stretch_steps
-    forced = jnp.full((batch, max_steps), -1, jnp.int32) if forced is None else forced
     output = init_output(layout, max_steps, logits=return_logits, indices=return_indices)
-    num_steps = jnp.minimum(num_steps, max_steps)
 
-    def stretch(i, carry):
-        state, output, _ = carry
-        count = jnp.minimum(most, num_steps - i * most)
-        seq = state.sequences
-        ask = jnp.where(seq.running, jnp.minimum(seq.length + count, seq.limit), 0)
-        tables, granted, status = append_pages(state.tables, _pages_for(state, ask, layout), max_new_pages=1)
+    def stretch(state: ResidentState, output: DecodeOutput, part: Stretch):
+        tables, granted, status = append_pages(state.tables, _pages_for(state, part.target, layout), max_new_pages=1)
         state = state.replace(tables=tables)
         sequences, layers, cache, output = decode_stretch(
-            model, seq, state.layers, _entries(state), output, granted, forced, i * most, count, layout
+            model, state.sequences, state.layers, _entries(state), output, granted, part, layout
         )
         return state.replace(sequences=sequences, layers=layers, slab=cache.slab), output, status
 
-    ok = jnp.full(batch, Status.OK, jnp.int32)
-    return jax.lax.fori_loop(0, -(-num_steps // most), stretch, (state, output, ok))
+    return run_stretches(stretch, state, output, num_steps, forced, layout)
 
 
 @functools.partial(jax.jit, donate_argnames="state")

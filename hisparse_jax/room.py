@@ -63,7 +63,13 @@ def _spill(state: TieredState, plan: SpillPlan, layout: CacheLayout) -> TieredSt
             )
         )
     slab, pools = border((state.slab, tuple(pools)))
+    return commit_copies(state.replace(slab=slab, pools=pools), plan)
+
+
+def commit_copies(state: TieredState, plan: SpillPlan) -> TieredState:
+    """Ends the leases of copies that stand earlier in the stream, marks their pages valid and counts them."""
     ledger = spill.commit_completed(spill.commit_enqueued(state.ledger, plan), plan)
-    request = jnp.where(plan.host > 0, plan.request, layout.cache.max_requests)
-    copied = state.traffic.copied_pages.at[request].add(len(pools), mode="drop")
-    return state.replace(slab=slab, pools=pools, ledger=ledger, traffic=state.traffic.replace(copied_pages=copied))
+    counts = state.traffic.copied_pages
+    request = jnp.where(plan.host > 0, plan.request, counts.shape[0])
+    copied = counts.at[request].add(len(state.pools), mode="drop")
+    return state.replace(ledger=ledger, traffic=state.traffic.replace(copied_pages=copied))

@@ -33,8 +33,8 @@ class TieredState(struct.PyTreeNode):
 
 
 def init_state(layout: CacheLayout) -> TieredState:
-    """An empty cache of `layout`. Host memory is checked before any of it is taken."""
-    check_host_budget(layout.host_bytes)
+    """An empty cache of `layout`. Host memory, that of the parking included, is checked before any of it is taken."""
+    check_host_budget(layout.host_bytes + layout.parking_bytes)
     pools = tuple(make_host_pool(layout.host_blocks, layout.page_bytes) for _ in layout.model.c4_layers)
     rest = committed(assemble_state(layout, jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8), ()))
     return rest.replace(pools=pools)

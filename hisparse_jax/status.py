@@ -19,6 +19,7 @@ class Status(enum.IntEnum):
     REFUSED = 4
     BAD_BLOCK = 5
     HOMELESS = 6
+    OUT_OF_PARKING = 7
 
 
 _MESSAGES = {
@@ -27,6 +28,7 @@ _MESSAGES = {
     Status.DOUBLE_FREE: "a block was freed more often than it was referenced; the pool is unchanged.",
     Status.HOMELESS: "selected entries were found in no tier; the logits cannot be trusted.",
     Status.REFUSED: "the transition was refused; the state is unchanged.",
+    Status.OUT_OF_PARKING: "the parking has no free place or too few free pages; raise parked_requests or parked_pages.",
     Status.BAD_BLOCK: "a block id lies outside its pool; the pool is unchanged.",
 }
 

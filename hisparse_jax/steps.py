@@ -4,6 +4,7 @@ Nothing here knows where an entry lives. The twins differ in the `EntryCache` th
 """
 
 import collections
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.span import make_span
 from hisparse_jax.sequences import Sequences, sample
+from hisparse_jax.status import Status
 
 traces: collections.Counter[str] = collections.Counter()
 """How often each jitted entry point was traced in this process: one per shape, or something recompiles."""
@@ -36,10 +38,24 @@ class DecodeOutput(struct.PyTreeNode):
     counts: Int32[Array, "L4 B 5"] | None = None
 
 
-def init_output(layout: CacheLayout, max_steps: int, *, logits: bool, indices: bool) -> DecodeOutput:
+class Stretch(NamedTuple):
+    """Steps `first .. first + count - 1` of a call, with growth and reclaim at their head.
+
+    target: i32[B]     tokens that each running request may reach in them; 0 for the others.
+    forced: i32[B, S]  `forced[b, s] >= 0` takes the place of the token sampled in step s.
+    """
+
+    first: Int32[Array, ""]
+    count: Int32[Array, ""]
+    target: Int32[Array, " B"]
+    forced: Int32[Array, "B S"]
+
+
+def init_output(layout: CacheLayout, max_steps: int, *, logits: bool, indices: bool, counts: bool = False) -> DecodeOutput:
     """Room for `max_steps` steps."""
     model, batch = layout.model, layout.cache.max_requests
     return DecodeOutput(
+        counts=jnp.zeros((len(model.c4_layers), batch, 5), jnp.int32) if counts else None,
         tokens=jnp.full((batch, max_steps), -1, jnp.int32),
         logits=jnp.zeros((batch, max_steps, model.vocab_size), jnp.float32) if logits else None,
         indices=jnp.full((len(model.c4_layers), batch, max_steps, model.index_topk), -1, jnp.int32) if indices else None,
@@ -77,6 +93,26 @@ def compute_chunk(
     return sequences, layers, cache, logits, _stack_indices(selections, layout)[:, 0]
 
 
+def run_stretches(stretch, state, output: DecodeOutput, num_steps: Int32[Array, ""], forced, layout: CacheLayout):
+    """Decodes `num_steps` steps, at most `stretch_steps` a stretch: `(state, output, status i32[B] of the last stretch)`.
+
+    `stretch(state, output, part: Stretch)` grows the requests and decodes: `(state, output, status)`.
+    """
+    (batch, max_steps), most = output.tokens.shape, layout.cache.stretch_steps
+    forced = jnp.full((batch, max_steps), -1, jnp.int32) if forced is None else forced
+    num_steps = jnp.minimum(num_steps, max_steps)
+
+    def body(i, carry):
+        state, output, _ = carry
+        seq, first = state.sequences, i * most
+        count = jnp.minimum(most, num_steps - first)
+        target = jnp.where(seq.running, jnp.minimum(seq.length + count, seq.limit), 0)
+        return stretch(state, output, Stretch(first, count, target, forced))
+
+    ok = jnp.full(batch, Status.OK, jnp.int32)
+    return jax.lax.fori_loop(0, -(-num_steps // most), body, (state, output, ok))
+
+
 def decode_stretch(
     model: DeepseekV4,
     sequences: Sequences,
@@ -84,28 +120,25 @@ def decode_stretch(
     cache: EntryCache,
     output: DecodeOutput,
     granted: Bool[Array, " B"],
-    forced: Int32[Array, "B S"],
-    first: Int32[Array, ""],
-    count: Int32[Array, ""],
+    part: Stretch,
     layout: CacheLayout,
 ):
-    """Decode steps `first .. first + count - 1`: every running, granted request below its limit computes one token a step.
+    """The steps of `part`: every running, granted request below its limit computes one token a step.
 
-    `forced[b, s] >= 0` takes the place of the token sampled in step s. Allocates nothing. Returns
-    `(sequences, layers, cache, output)`.
+    Allocates nothing. Returns `(sequences, layers, cache, output)`.
     """
     batch = layout.cache.max_requests
 
     def step(i, carry):
         seq, layers, cache, out = carry
-        at = first + i
+        at = part.first + i
         active = seq.running & granted & (seq.length < seq.limit)
         span = make_span(jnp.arange(batch, dtype=jnp.int32), seq.length, active.astype(jnp.int32), 1)
         tokens = jnp.where(active, seq.token, 0)[:, None]
         streams, layers, cache, selections = model(tokens, span, layers, cache, layout)
         logits = model.logits(streams)[:, 0]
         token = sample(logits, seq.seed, seq.temperature, seq.length + 1)
-        wanted = forced[:, at]
+        wanted = part.forced[:, at]
         token = jnp.where(wanted >= 0, wanted, token)
         length = seq.length + active
         stopped = active & ((token == seq.stop_token) | (length >= seq.limit))
@@ -113,7 +146,7 @@ def decode_stretch(
         out = _record(out, at, active, token, logits, selections, layout)
         return seq, layers, cache, out
 
-    return jax.lax.fori_loop(0, count, step, (sequences, layers, cache, output))
+    return jax.lax.fori_loop(0, part.count, step, (sequences, layers, cache, output))
 
 
 def _record(out: DecodeOutput, at, active, token, logits, selections: tuple[Selection, ...], layout) -> DecodeOutput:

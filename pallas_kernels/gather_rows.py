@@ -109,8 +109,7 @@ def gather_rows(
     if lengths is not None and (lengths.size == 0 or host_rows.size % lengths.size):
         raise ValueError(f"{host_rows.size} items cannot be {lengths.size} lists of one length.")
 
-    counted = lengths is not None and lengths.size <= MAX_LISTS
-    wanted = lengths if counted else jnp.zeros(0, jnp.int32)
+    wanted = jnp.zeros(0, jnp.int32) if lengths is None or lengths.size > MAX_LISTS else lengths
 
     def xla(pool, dest, host_rows, dest_rows, _):
         return ref.gather_rows(

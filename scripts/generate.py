@@ -19,6 +19,7 @@ import sys
 import sysconfig
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short run on a CPU is compilation
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
@@ -26,25 +27,38 @@ if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short 
 import jax
 import jax.numpy as jnp
 import tyro
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from hisparse_jax.checkpoint import load_checkpoint
-from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig, preset
+from hisparse_jax.checkpoint_files import config_path
+from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig, load_model_config, preset
 from hisparse_jax.ffi import FfiError
-from hisparse_jax.generation import Generation, Verdict, compare, generate, resident_layout
+from hisparse_jax.generation import (
+    Generation,
+    Verdict,
+    check_input,
+    check_run,
+    compare,
+    generate,
+    least_gpu_blocks,
+    resident_layout,
+)
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.prompts import PromptError
 from hisparse_jax.status import TierError
+from hisparse_jax.tiered import COUNT_NAMES
 from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True)
 
-DEFAULT_PROMPTS = ("token.py", "signal.py", "email/base64mime.py")
-"""Modules of Python's standard library, 2,000 to 4,000 bytes each, of lengths that grow by a page within 128 steps."""
+DEFAULT_PROMPTS = ("multiprocessing/popen_spawn_posix.py", "multiprocessing/popen_forkserver.py", "unittest/_log.py")
+"""Modules of Python's standard library, the same 2,029, 2,230 and 2,746 bytes from 3.11 to 3.13: each grows by a page of 256
+tokens within 128 steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +70,14 @@ class Args:
     prompts: tuple[pathlib.Path, ...] = ()
     """Text files, one request each, read as bytes; default: three modules of the standard library."""
     steps: int = 128
-    """Decode steps."""
+    """Decode steps; a prompt and its steps must fit `max_model_len`."""
     slab_share: float = 0.4
-    """GPU blocks for C4 entries, as a share of what the prompts' resident pages and hot regions would need."""
+    """GPU blocks for C4 entries, as a share of what the prompts' resident pages and hot regions would need; raised, with a
+    note, where the requests could not run to their end in it."""
     gpu_blocks: int | None = None
-    """Blocks of the whole slab; takes the place of `slab_share`."""
+    """Blocks of the whole slab, in place of `slab_share`; refused where the requests could not run to their end in it."""
     host_gib: float | None = None
-    """GiB of the host pools; default: what the requests need."""
+    """GiB of the host pools; default: what the requests need. Refused where they need more."""
     max_model_len: int | None = None
     """Longest context; default: the model's, at most 8,192."""
     hot_slots: int | None = 64
@@ -87,16 +102,24 @@ class Args:
 
 def main(args: Args) -> int:
     prompts, names = read_prompts(args)
-    config, weights = load_weights(args)
+    config = preset(args.model) if args.checkpoint is None else load_model_config(config_path(args.checkpoint))
     layout = plan(args, config, prompts)
+    check_run(prompts, layout, **run_options(args))
+    model = DeepseekV4(config, load_weights(args, config))
     stderr.print(describe(layout, prompts))
-    model = DeepseekV4(config, weights)
     tiered, resident = run_twins(args, model, prompts, layout)
     verdict = compare(tiered, resident)
-    stderr.print(request_table(tiered, names), tier_table(tiered, layout), token_lines(tiered, names), sep="\n")
-    stderr.print(say(verdict, tiered, resident))
+    stderr.print(page_table(tiered, names), reference_table(tiered, names), layer_table(tiered, layout), sep="\n")
+    stderr.print(token_lines(tiered, names), speed_table(tiered, resident), say(verdict, tiered), sep="\n")
     print(json.dumps(summary(verdict, tiered)))
     return 0 if verdict.equal else 1
+
+
+def run_options(args: Args) -> dict[str, Any]:
+    """What both twins are asked to do."""
+    return {
+        "max_new_tokens": args.steps + 1, "seed": args.seed, "temperature": args.temperature, "call_steps": args.call_steps,
+    }  # fmt: skip
 
 
 def read_prompts(args: Args) -> tuple[list[list[int]], list[str]]:
@@ -109,15 +132,14 @@ def read_prompts(args: Args) -> tuple[list[list[int]], list[str]]:
         raise PromptError(f"a prompt file cannot be read: {error}") from None
 
 
-def load_weights(args: Args) -> tuple[ModelConfig, dict[str, jax.Array]]:
-    """The checkpoint, or the preset with random weights; f32 rows compute in float32."""
+def load_weights(args: Args, config: ModelConfig) -> dict[str, jax.Array]:
+    """The checkpoint's, or random ones for the preset; f32 rows compute in float32."""
     dtype = jnp.float32 if args.rows == "f32" else jnp.bfloat16
     if args.checkpoint is None:
-        config = preset(args.model)
-        return config, held(init_weights(config, args.seed, dtype))
-    config, weights, report = load_checkpoint(args.checkpoint, dtype)
-    stderr.print(report)
-    return config, held(weights)
+        return held(init_weights(config, args.seed, dtype))
+    _, weights, report = load_checkpoint(args.checkpoint, dtype)
+    stderr.print(escape(str(report)), highlight=False, soft_wrap=True)
+    return held(weights)
 
 
 def held(weights: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -132,22 +154,38 @@ def plan(args: Args, config: ModelConfig, prompts: list[list[int]]) -> CacheLayo
     """The layout: a slab with room for the prompts' index keys and C128 entries, and for a share of the rest."""
     if args.steps < 1:
         raise PromptError(f"--steps {args.steps} must be at least 1.")
-    longest = args.max_model_len or min(8_192, config.max_position_embeddings)
-    gpu_blocks = args.gpu_blocks or 2
-    batch = max(2, 1 << (max(1, len(prompts)) - 1).bit_length())
+    for flag, value in (("--slab-share", args.slab_share), ("--host-gib", args.host_gib)):
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{flag} {value} must be a positive number.")
+    longest = min(8_192, config.max_position_embeddings) if args.max_model_len is None else args.max_model_len
+    batch = max(2, 1 << (len(prompts) - 1).bit_length())
+    pages = sum(-(-min(len(p) + args.steps, longest) // 256) for p in prompts)
     cache = CacheConfig(
-        max_model_len=longest, max_requests=batch, gpu_blocks=gpu_blocks, num_hot_slots=args.hot_slots, rows=args.rows,
-        index_keys=args.index_keys, rule=args.rule, backup=args.backup, reclaim=args.reclaim,
-        host_blocks=None if args.host_gib else 3 + sum(-(-(len(p) + args.steps) // 256) for p in prompts) + longest // 256,
-        host_pool_bytes=math.floor(args.host_gib * 2**30) if args.host_gib else None,
+        max_model_len=longest, max_requests=batch, gpu_blocks=2 if args.gpu_blocks is None else args.gpu_blocks,
+        num_hot_slots=args.hot_slots, rows=args.rows, index_keys=args.index_keys, rule=args.rule, backup=args.backup,
+        reclaim=args.reclaim, host_blocks=3 + pages + longest // 256 if args.host_gib is None else None,
+        host_pool_bytes=None if args.host_gib is None else max(1, math.floor(args.host_gib * 2**30)),
     )  # fmt: skip
     layout = plan_layout(config, cache)
+    check_input(prompts, layout, **run_options(args))
     if args.gpu_blocks is not None:
         return layout
-    pages = sum(layout.num_pages(len(p)) for p in prompts)
-    tiered_blocks = layout.num_resident_groups * pages + layout.hot_blocks * len(prompts)
-    blocks = 1 + layout.num_base_groups * pages + math.ceil(args.slab_share * tiered_blocks)
-    return plan_layout(config, dataclasses.replace(cache, gpu_blocks=blocks))
+    return plan_layout(config, dataclasses.replace(cache, gpu_blocks=share_blocks(args, layout, [len(p) for p in prompts])))
+
+
+def share_blocks(args: Args, layout: CacheLayout, lengths: list[int]) -> int:
+    """Blocks of the slab that `--slab-share` asks for, or the least that the requests need, with a note."""
+    pages = sum(map(layout.num_pages, lengths))
+    tiered_blocks = layout.num_resident_groups * pages + layout.hot_blocks * len(lengths)
+    rest = 1 + layout.num_base_groups * pages
+    blocks = rest + math.ceil(args.slab_share * tiered_blocks)
+    least = least_gpu_blocks(lengths, layout, max_new_tokens=args.steps + 1, call_steps=args.call_steps)
+    if blocks >= least:
+        return blocks
+    share = math.ceil((least - rest) / tiered_blocks * 100) / 100
+    note = f"--slab-share {args.slab_share} makes {blocks} blocks and these requests need {least}; using {least} (about {share})."
+    stderr.print(f"Note: {note}", highlight=False, soft_wrap=True)
+    return least
 
 
 def run_twins(args: Args, model: DeepseekV4, prompts: list[list[int]], layout: CacheLayout) -> tuple[Generation, Generation]:
@@ -170,9 +208,8 @@ def run_twins(args: Args, model: DeepseekV4, prompts: list[list[int]], layout: C
 
         try:
             return generate(
-                model, prompts, twin_layout, max_new_tokens=args.steps + 1, twin=twin, seed=args.seed,
-                temperature=args.temperature, call_steps=args.call_steps, on_progress=tell, after_prefill=wait_for_turn,
-            )  # fmt: skip
+                model, prompts, twin_layout, twin=twin, on_progress=tell, after_prefill=wait_for_turn, **run_options(args)
+            )
         except BaseException:
             prefilled.abort()
             raise
@@ -188,68 +225,88 @@ def run_twins(args: Args, model: DeepseekV4, prompts: list[list[int]], layout: C
     return futures[0].result(), futures[1].result()
 
 
+def table_of(title: str, *columns: str) -> Table:
+    """A table that is readable at 80 columns: names and words give way by folding, numbers never do."""
+    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in columns:
+        is_text = column in ("prompt", "tier", "holds", "twin")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    return table
+
+
 def describe(layout: CacheLayout, prompts: list[list[int]]) -> Table:
     """What the budgets became."""
-    table = Table(title=f"layout: {layout.cache.rule} rule, {layout.cache.rows} rows", title_justify="left")
-    for column in ("tier", "blocks", "bytes", "holds"):
-        table.add_column(column, justify="right" if column in ("blocks", "bytes") else "left")
-    groups = " | ".join(",".join(str(p.layer) for p in group) for group in layout.resident_groups)
-    table.add_row("GPU slab", f"{layout.gpu_blocks:,}", mib(layout.slab_bytes), f"C4 layers in groups {groups}; index, C128")
-    table.add_row("host pools", f"{layout.host_blocks:,}", mib(layout.host_bytes), f"{len(layout.model.c4_layers)} C4 layers")
-    table.add_row(
-        "hot region", f"{layout.hot_blocks}", mib(layout.hot_blocks * layout.stride), f"{layout.num_hot_slots} slots a request"
-    )
-    table.caption = f"{len(prompts)} prompts of {', '.join(f'{len(p):,}' for p in prompts)} tokens"
+    table = table_of(f"layout: {layout.cache.rule} rule, {layout.cache.rows} rows", "tier", "blocks", "bytes", "holds")
+    groups = " | ".join(", ".join(str(p.layer) for p in group) for group in layout.resident_groups)
+    hot_bytes = layout.hot_blocks * layout.stride
+    for tier, blocks, size, holds in (
+        ("GPU slab", layout.gpu_blocks, layout.slab_bytes, f"C4 layers in groups {groups}; index keys, C128 entries"),
+        ("host pools", layout.host_blocks, layout.host_bytes, f"C4 layers: {len(layout.model.c4_layers)}"),
+        ("hot region", layout.hot_blocks, hot_bytes, f"hot slots a request: {layout.num_hot_slots}; in the slab"),
+    ):
+        table.add_row(tier, f"{blocks:,}", f"{mib(size)} MiB", holds)
+    table.caption = f"prompts: {len(prompts)}, of {', '.join(f'{len(p):,}' for p in prompts)} tokens"
     return table
 
 
-def request_table(run: Generation, names: list[str]) -> Table:
-    """A row per request."""
-    table = Table(
-        title="requests: pages here / lost / of them in decode; references and bytes of all C4 layers", title_justify="left"
-    )
-    for column in ("prompt", "context", "pages", "resident", "newest", "hot", "misses", "MiB to GPU", "to host"):
-        table.add_column(column, justify="left" if column == "prompt" else "right")
+def page_table(run: Generation, names: list[str]) -> Table:
+    """A row per request: where its pages ended, and what moved."""
+    columns = ("prompt", "context", "resident", "lost", "in decode", "to GPU", "to host")
+    table = table_of("requests: pages resident, lost, lost in decode; MiB moved each way", *columns)
     for name, report in zip(names, run.reports, strict=True):
-        pages = (report.pages_resident, report.pages_lost, report.pages_lost - report.pages_lost_in_prefill)
-        table.add_row(
-            name, f"{report.context:,}", "/".join(map(str, pages)),
-            *(f"{report.counts[n]:,}" for n in ("resident", "newest", "hot_hits", "misses")),
-            f"{report.bytes_to_gpu / 2**20:,.1f}", f"{report.bytes_to_host / 2**20:,.1f}",
-        )  # fmt: skip
+        lost_in_decode = report.pages_lost - report.pages_lost_in_prefill
+        numbers = (report.context, report.pages_resident, report.pages_lost, lost_in_decode)
+        moved = (report.bytes_to_gpu, report.bytes_to_host)
+        table.add_row(escape(name), *(f"{n:,}" for n in numbers), *map(mib, moved))
     return table
+
+
+def reference_table(run: Generation, names: list[str]) -> Table:
+    """A row per request: where the entries stood that its steps selected."""
+    table = table_of("requests: selected entries, all C4 layers and decode steps", "prompt", *COLUMNS)
+    for name, report in zip(names, run.reports, strict=True):
+        table.add_row(escape(name), *count_cells(report.counts))
+    return table
+
+
+def layer_table(run: Generation, layout: CacheLayout) -> Table:
+    """A row per C4 layer."""
+    table = table_of("C4 layers: selected entries, all requests and decode steps", "layer", *COLUMNS)
+    for i, layer in enumerate(layout.model.c4_layers):
+        table.add_row(str(layer), *count_cells({name: values[i] for name, values in run.layer_counts.items()}))
+    return table
+
+
+COLUMNS = (*(name.replace("_", " ") for name in COUNT_NAMES), "hit rate")
+
+
+def count_cells(counts: dict[str, int]) -> list[str]:
+    """Cells of `COLUMNS`; the hit rate is that of entries that were neither resident nor newest."""
+    looked_up = counts["hot_hits"] + counts["misses"]
+    return [f"{counts[n]:,}" for n in COUNT_NAMES] + [f"{counts['hot_hits'] / looked_up:.1%}" if looked_up else "-"]
 
 
 def token_lines(run: Generation, names: list[str]) -> str:
     """The first tokens of each request."""
-    return "\n".join(f"{name}: {' '.join(map(str, tokens[:12]))} ..." for name, tokens in zip(names, run.tokens, strict=True))
+    lines = (f"{escape(name)}: {' '.join(map(str, tokens[:12]))} ..." for name, tokens in zip(names, run.tokens, strict=True))
+    return "\n".join(lines)
 
 
-def tier_table(run: Generation, layout: CacheLayout) -> Table:
-    """A row per C4 layer."""
-    table = Table(title="C4 layers (all requests)", title_justify="left")
-    for column in ("layer", *run.layer_counts, "hit rate"):
-        table.add_column(column.replace("_", " "), justify="right")
-    for i, layer in enumerate(layout.model.c4_layers):
-        counts = {name: values[i] for name, values in run.layer_counts.items()}
-        looked_up = counts["hot_hits"] + counts["misses"]
-        rate = f"{counts['hot_hits'] / looked_up:.1%}" if looked_up else "-"
-        table.add_row(str(layer), *(f"{v:,}" for v in counts.values()), rate)
+def speed_table(*runs: Generation) -> Table:
+    """What each twin took."""
+    table = table_of("speed", "twin", "tokens/s", "steps", "prefill s", "decode s", "compile s")
+    for run in runs:
+        seconds = (run.prefill_seconds, run.decode_seconds, run.compile_seconds)
+        table.add_row(run.twin, f"{run.tokens_per_second:,.1f}", f"{run.decode_steps:,}", *(f"{s:,.1f}" for s in seconds))
     return table
 
 
-def say(verdict: Verdict, tiered: Generation, resident: Generation) -> str:
-    """The verdict, and what it cost."""
-    lines = [
-        f"{g.twin:>9}: {g.tokens_per_second:,.1f} tokens/s over {g.decode_steps} steps "
-        f"(prefill {g.prefill_seconds:.1f} s, decode {g.decode_seconds:.1f} s, compiling the loop {g.compile_seconds:.1f} s)"
-        for g in (tiered, resident)
-    ]
-    count = sum(logits.size for logits in tiered.logits)
+def say(verdict: Verdict, run: Generation) -> str:
+    """The verdict."""
+    count = sum(logits.size for logits in run.logits)
     colour = "green" if verdict.equal else "red"
     tokens, bits = (("equal", "different")[not same] for same in (verdict.tokens_equal, verdict.logits_bit_equal))
-    lines.append(f"[bold {colour}]verdict: tokens {tokens}; {count:,} logits {bits}, bit for bit[/]")
-    return "\n".join(lines)
+    return f"[bold {colour}]verdict: tokens {tokens}; {count:,} logits {bits}, bit for bit[/]"
 
 
 def summary(verdict: Verdict, run: Generation) -> dict:
@@ -275,7 +332,7 @@ def summary(verdict: Verdict, run: Generation) -> dict:
 
 
 def mib(count: int) -> str:
-    return f"{count / 2**20:,.1f} MiB"
+    return f"{count / 2**20:,.1f}"
 
 
 if __name__ == "__main__":

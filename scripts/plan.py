@@ -35,6 +35,10 @@ class Args:
     """GiB of the pinned host pools of C4 entries."""
     context: int = 131_072
     """Tokens of one request."""
+    parked_requests: int = 0
+    """Preempted requests kept on the host at once, in memory beside the pools."""
+    parked_pages: int | None = None
+    """Pages of all parked requests together; default: the whole context of each."""
     hot_slots: int | None = None
     """Hot slots per request and C4 layer; default: twice the model's top-k."""
     index_keys: str | None = None
@@ -49,6 +53,8 @@ def plan(args: Args) -> CacheLayout:
         max_model_len=args.context,
         gpu_pool_bytes=to_bytes("--hbm-gib", args.hbm_gib),
         host_pool_bytes=to_bytes("--host-gib", args.host_gib),
+        parked_requests=args.parked_requests,
+        parked_pages=args.parked_pages,
         num_hot_slots=args.hot_slots,
         rows=args.rows,
         index_keys=args.index_keys,
@@ -77,6 +83,19 @@ def summary(layout: CacheLayout) -> dict[str, Any]:
         "hot_bytes_per_request": capacity.hot_region(layout).pool_bytes,
         "requests_resident": requests.requests_resident,
         "requests_tiered": requests.requests_tiered,
+    } | parking(layout)
+
+
+def parking(layout: CacheLayout) -> dict[str, int]:
+    """Empty where nothing is parked."""
+    if not layout.parking_blocks:
+        return {}
+    return {
+        "parked_requests": layout.cache.parked_requests,
+        "parking_blocks": layout.parking_blocks,
+        "parked_page": layout.base_page,
+        "snapshot_bytes": layout.snapshot_bytes,
+        "parking_bytes": layout.parking_bytes,
     }
 
 
@@ -111,6 +130,11 @@ def tier_table(layout: CacheLayout) -> Table:
         ("compressor states", None, fixed.states, "GPU, per request, beside the slab"),
     ):
         table.add_row(what, "" if blocks is None else f"{blocks:,}", f"{size:,}", note)
+    if layout.parking_blocks:
+        places = f"pinned host, beside the pools; {layout.cache.parked_requests} places"
+        table.add_row("parking", f"{layout.parking_blocks:,}", f"{layout.parking_bytes:,}", places)
+        table.add_row("  of it a page", "1", f"{layout.base_page:,}", "index keys and C128 entries")
+        table.add_row("  of it a place", "", f"{layout.snapshot_bytes:,}", "windows and compressor states")
     token = capacity.token_bytes(layout)
     table.caption = (
         f"per token: payload {float(token.payload):,.2f} (C4 {float(token.c4 / token.payload):.1%}), "

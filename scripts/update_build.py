@@ -16,8 +16,8 @@ load("@rules_python//python:defs.bzl", "py_binary", "py_library", "py_test")
 package(default_visibility = ["//visibility:public"])
 
 LIBRARY_DEPS = [requirement(name) for name in (
-    "chex", "flax", "jax", "jaxlib", "jaxtyping", "ml-dtypes", "numpy", "orbax-checkpoint", "psutil", "rich", "safetensors",
-    "tyro",
+    "chex", "flax", "jax", "jaxlib", "jaxtyping", "ml-dtypes", "numpy", "orbax-checkpoint", "prometheus-client", "psutil",
+    "rich", "safetensors", "tyro",
 )]
 
 TEST_DEPS = [requirement(name) for name in (

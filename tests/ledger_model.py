@@ -6,9 +6,11 @@ The model knows no block ids: it counts what each request, page and transfer hol
 import collections
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 
 from hisparse_jax.coordinator import Ledger
+from hisparse_jax.parking_ledger import ParkingLedger
 from hisparse_jax.status import NULL_BLOCK, Status
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -17,13 +19,15 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @dataclasses.dataclass
 class Page:
-    """One page; it outlives its request while a transfer leases its blocks."""
+    """One page; it outlives its request while a transfer leases its blocks. `home` stands for its host block."""
 
+    home: object = dataclasses.field(default_factory=object)
     in_host_table: bool = True
     grown: bool = False
     in_gpu_table: bool = False
     valid: bool = False
     promised: bool = False
+    written: bool = False
     transfer: int = 0
     gpu_lease: int = 0
     host_lease: int = 0
@@ -56,13 +60,17 @@ def _among(page: Page, pages: list[Page]) -> bool:
 
 
 class TierModel:
-    """`slots[b]` is a `Request` or None."""
+    """`slots[b]` is a `Request` or None, and so is `places[k]`, of a parking with `parking_free` blocks."""
 
-    def __init__(self, *, num_blocks, num_host_blocks, num_base, num_resident, hot_pages, batch, max_pages):
+    def __init__(
+        self, *, num_blocks, num_host_blocks, num_base, num_resident, hot_pages, batch, max_pages, places=0, parking_free=0
+    ):
         self.usable, self.host_usable = num_blocks - 1, num_host_blocks - 1
         self.base, self.groups, self.hot_cost = num_base, num_resident, num_resident * hot_pages
         self.max_pages = max_pages
         self.slots: list[Request | None] = [None] * batch
+        self.places: list[Request | None] = [None] * places
+        self.parking_free, self.hot_pages = parking_free, hot_pages
         self.orphans: list[Page] = []
         self.lost = [0] * batch
         self.next_transfer = 1
@@ -74,14 +82,15 @@ class TierModel:
         return [(slot, index, page) for slot, r in self.requests() for index, page in enumerate(r.pages)]
 
     def all_pages(self) -> list[Page]:
-        return [page for _, _, page in self.pages()] + self.orphans
+        parked = [page for r in self.places if r for page in r.pages]
+        return [page for _, _, page in self.pages()] + parked + self.orphans
 
     def gpu_free(self) -> int:
         fixed = sum(self.base * r.num_pages + self.hot_cost * r.hot for _, r in self.requests())
         return self.usable - fixed - self.groups * sum(bool(p.in_gpu_table or p.gpu_lease) for p in self.all_pages())
 
     def host_free(self) -> int:
-        return self.host_usable - sum(bool(p.in_host_table or p.host_lease) for p in self.all_pages())
+        return self.host_usable - len({id(p.home) for p in self.all_pages() if p.in_host_table or p.host_lease})
 
     def admit(self, slot: int, num_pages: int) -> Status:
         if not 0 <= slot < len(self.slots) or self.slots[slot] or not 1 <= num_pages <= self.max_pages:
@@ -138,11 +147,58 @@ class TierModel:
         self.slots[slot] = None
         return Status.OK
 
+    def park(self, slot: int, num_pages: int, num_full: int) -> tuple[Status, int, list[int]]:
+        """Status, place, and the pages whose host copy had to be made."""
+        request = self.slots[slot] if 0 <= slot < len(self.slots) else None
+        if not request or not 0 <= num_full <= num_pages <= request.num_pages:
+            return Status.REFUSED, -1, []
+        copies = [i for i, page in enumerate(request.pages[:num_pages]) if not page.copied]
+        homeless = any(not request.pages[i].in_gpu_table for i in copies)
+        if homeless or any(page.transfer for page in request.pages[num_full:]):
+            return Status.REFUSED, -1, []
+        if None not in self.places or num_pages > self.parking_free:
+            return Status.OUT_OF_PARKING, -1, []
+        place = self.places.index(None)
+        kept = []
+        for i, page in enumerate(request.pages):
+            kept.append(Page(home=page.home, valid=i < num_full or (page.valid and i < num_pages), written=i < num_pages))
+            page.in_host_table = page.in_gpu_table = False
+            if page.host_lease:
+                self.orphans.append(page)
+        self.places[place], self.slots[slot] = Request(kept, lost=self.lost[slot]), None
+        self.parking_free -= num_pages
+        return Status.OK, place, copies
+
+    def unpark(self, place: int, slot: int) -> Status:
+        request = self.places[place] if 0 <= place < len(self.places) else None
+        if not request or not 0 <= slot < len(self.slots) or self.slots[slot]:
+            return Status.REFUSED
+        written = [page for page in request.pages if page.written]
+        whole = len(written) <= self.hot_pages + 2
+        newest = written if whole else written[-2:]
+        cost = self.base * len(written) + self.groups * len(newest) + (0 if whole else self.hot_cost)
+        if cost > self.gpu_free():
+            return Status.OUT_OF_BLOCKS
+        for page in written:
+            page.grown, page.in_gpu_table = True, _among(page, newest)
+        request.hot = not whole
+        self.slots[slot], self.lost[slot], self.places[place] = request, request.lost, None
+        self.parking_free += len(written)
+        return Status.OK
+
+    def drop(self, place: int) -> Status:
+        if not 0 <= place < len(self.places) or not (request := self.places[place]):
+            return Status.REFUSED
+        self.parking_free += sum(page.written for page in request.pages)
+        self.places[place] = None
+        return Status.OK
+
     def spill(self, pages: list[list[bool]], release_after: bool, budget: int) -> list[tuple[int, int, int]]:
         reclaimable = [p for _, r in self.requests() for p in r.candidates()]
         plan = []
         for slot, index, page in self.pages():
             legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
+            legal = legal and not any(o.host_lease and o.home is page.home for o in self.orphans)
             legal = legal and (_among(page, reclaimable) if release_after else not page.valid)
             if legal and len(plan) < budget:
                 plan.append(self._transfer(slot, index, page))
@@ -237,14 +293,26 @@ class TierModel:
             self.lost[slot] += 1
 
 
-def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]]):
-    """Asserts that tables, leases, free queues and the null block partition both pools; `leases`: id -> (host, sources)."""
+def _entries(*tables) -> np.ndarray:
+    return np.concatenate([np.asarray(table).ravel() for table in tables])
+
+
+def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]], parking: ParkingLedger | None = None):
+    """Asserts that tables, places, leases, free queues and the null block partition the pools.
+
+    `leases`: id -> (host, sources).
+    """
     tables = ledger.tables
-    gpu_entries = [np.asarray(t).ravel() for t in (tables.base, tables.resident, ledger.hot)]
-    for pool, entries, lease, leased in (
-        (tables.pool, np.concatenate(gpu_entries), ledger.gpu_lease, {b: i for i, (_, s) in leases.items() for b in s}),
-        (ledger.host, np.asarray(ledger.host_table).ravel(), ledger.host_lease, {h: i for i, (h, _) in leases.items() if h}),
-    ):
+    gpu_entries = _entries(tables.base, tables.resident, ledger.hot)
+    gpu_leased = {b: i for i, (_, s) in leases.items() for b in s}
+    host_leased = {h: i for i, (h, _) in leases.items() if h}
+    pools = [(tables.pool, gpu_entries, ledger.gpu_lease, gpu_leased)]
+    if parking is None:
+        pools.append((ledger.host, _entries(ledger.host_table), ledger.host_lease, host_leased))
+    else:
+        pools.append((ledger.host, _entries(ledger.host_table, parking.host_table), ledger.host_lease, host_leased))
+        pools.append((parking.pool, _entries(parking.base), jnp.zeros_like(parking.pool.references), {}))
+    for pool, entries, lease, leased in pools:
         named = entries[entries != NULL_BLOCK]
         assert len(set(named.tolist())) == len(named), "a block stands in two places"
         holders = collections.Counter(named.tolist()) + collections.Counter(leased.keys())

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from ledger_model import QUICK, TierModel, recount
+from ledger_model import QUICK, Page, TierModel, recount
 
-from hisparse_jax import coordinator, reclaim, spill
-from hisparse_jax.status import NULL_BLOCK
+from hisparse_jax import coordinator, parking_ledger, reclaim, spill
+from hisparse_jax.status import NULL_BLOCK, Status
 
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
 BATCH, PAGES, GROUPS, NEW, BUDGET = 3, 8, 2, 2, 4
+PLACES, PARKED = 2, 9
 
 
 def once(function, **static):
@@ -32,8 +33,10 @@ plan_spill = {flag: once(spill.plan_spill, release_after=flag, max_pages=BUDGET)
 commit_enqueued, commit_completed = once(spill.commit_enqueued), once(spill.commit_completed)
 reclaim_ = once(reclaim.reclaim, max_pages=BUDGET)
 release_history = once(reclaim.release_history, max_pages=BUDGET)
+park, unpark, drop = once(parking_ledger.park), once(parking_ledger.unpark), once(parking_ledger.drop)
 
 slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
+places = st.integers(0, PLACES - 1) | st.sampled_from((-1, PLACES, 2**31 - 1))
 counts = st.integers(0, NEW) | st.sampled_from((-1, NEW + 1, 2**31 - 1))
 
 
@@ -48,10 +51,12 @@ def i32(value):
 class LedgerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.ledger, self.model = coordinator.init_ledger(**SIZES), TierModel(**SIZES)
+        self.ledger = coordinator.init_ledger(**SIZES)
+        self.parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
+        self.model = TierModel(**SIZES, places=PLACES, parking_free=PARKED)
         self.plans, self.leases = [], {}
 
-    @initialize(num_pages=per_request(st.integers(3, 5)))
+    @initialize(num_pages=per_request(st.integers(3, 6)))
     def start(self, num_pages):
         for slot, count in enumerate(num_pages):
             self.admit(slot, count)
@@ -160,6 +165,87 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger, status = finish(self.ledger, i32(slot))
         assert int(status) == self.model.finish(slot)
 
+    @rule(slot=slots, ahead=st.integers(0, 1), partial=st.integers(0, 1))
+    def park(self, slot, ahead, partial):
+        """`ahead` pages were grown for rows to come, `partial` pages are not full."""
+        request = self.model.slots[slot] if 0 <= slot < BATCH else None
+        num_pages = request.num_pages - ahead if request else 1
+        self._park(slot, num_pages, num_pages - partial)
+
+    @rule(slot=slots, num_pages=st.integers(-1, PAGES + 1), num_full=st.integers(-1, PAGES + 1))
+    def park_at(self, slot, num_pages, num_full):
+        self._park(slot, num_pages, num_full)
+
+    def _park(self, slot, num_pages, num_full):
+        before = self.ledger
+        self.ledger, self.parking, plan, place, status = park(self.ledger, self.parking, i32(slot), i32(num_pages), i32(num_full))
+        expected, where, copies = self.model.park(slot, num_pages, num_full)
+        assert (int(status), int(place)) == (expected, where)
+        if where < 0:
+            assert not any(np.asarray(x).any() for x in jax.tree.leaves(plan))
+            chex.assert_trees_all_equal(self.ledger, before)
+            return
+        written, copied = np.arange(PAGES) < num_pages, np.isin(np.arange(PAGES), copies)
+        tables = before.tables
+        np.testing.assert_array_equal(plan.base, np.where(written, np.asarray(tables.base)[:, slot], 0))
+        np.testing.assert_array_equal(plan.parked, np.asarray(self.parking.base)[where])
+        np.testing.assert_array_equal(plan.source, np.where(copied, np.asarray(tables.resident)[:, slot], 0))
+        np.testing.assert_array_equal(plan.host, np.where(copied, np.asarray(before.host_table)[slot], 0))
+        np.testing.assert_array_equal(self.parking.host_table[where], before.host_table[slot])
+
+    @rule(place=places, slot=slots)
+    def unpark(self, place, slot):
+        before = self.ledger, self.parking
+        self.ledger, self.parking, plan, status = unpark(*before, i32(place), i32(slot))
+        assert int(status) == self.model.unpark(place, slot)
+        if int(status):
+            assert not any(np.asarray(x).any() for x in jax.tree.leaves(plan))
+            chex.assert_trees_all_equal((self.ledger, self.parking), before)
+            return
+        tables = self.ledger.tables
+        np.testing.assert_array_equal(plan.parked, before[1].base[place])
+        np.testing.assert_array_equal(plan.base, tables.base[:, slot])
+        np.testing.assert_array_equal(self.ledger.host_table[slot], before[1].host_table[place])
+        resident = np.asarray(tables.resident)[:, slot]
+        back = resident[0] != NULL_BLOCK
+        count = int(back.sum())
+        np.testing.assert_array_equal(np.asarray(plan.resident)[:, :count], resident[:, back])
+        np.testing.assert_array_equal(np.asarray(plan.host)[:count], np.asarray(self.ledger.host_table)[slot, back])
+        assert not np.asarray(plan.resident)[:, count:].any() and not np.asarray(plan.host)[count:].any()
+
+    @precondition(lambda self: any(self.model.slots))
+    @rule(ahead=st.integers(0, 1), partial=st.integers(0, 1))
+    def park_largest(self, ahead, partial):
+        slot, _ = max(self.model.requests(), key=lambda entry: entry[1].num_pages)
+        self.park(slot, ahead, partial)
+
+    @precondition(lambda self: any(self.model.places) and not all(self.model.slots))
+    @rule()
+    def unpark_any(self):
+        self.unpark(next(k for k, r in enumerate(self.model.places) if r), self.model.slots.index(None))
+
+    @precondition(lambda self: any(self.model.slots))
+    @rule(ahead=st.integers(0, 1), partial=st.integers(0, 1), crowded=st.booleans())
+    def round_trip(self, ahead, partial, crowded):
+        """The largest request leaves and comes back, while others want its blocks or after all of them ended."""
+        self.park_largest(ahead, partial)
+        if crowded:
+            self.grow_all()
+        else:
+            for slot in range(BATCH):
+                self.finish(slot)
+        if any(self.model.places) and not all(self.model.slots):
+            self.unpark_any()
+        self.agrees()
+
+    @rule(place=places)
+    def drop(self, place):
+        before = self.ledger, self.parking
+        self.ledger, self.parking, status = drop(*before, i32(place))
+        assert int(status) == self.model.drop(place)
+        if int(status):
+            chex.assert_trees_all_equal((self.ledger, self.parking), before)
+
     @invariant()
     def agrees(self):
         ledger, model = self.ledger, self.model
@@ -186,7 +272,13 @@ class LedgerMachine(RuleBasedStateMachine):
         assert int(ledger.tables.pool.num_free) == model.gpu_free()
         assert int(ledger.host.num_free) == model.host_free()
         assert np.asarray(ledger.pages_lost).tolist() == model.lost
-        recount(ledger, self.leases)
+        for k, request in enumerate(model.places):
+            pages = (request.pages if request else []) + [Page(in_host_table=False)] * PAGES
+            for table, name in ((self.parking.host_table, "in_host_table"), (self.parking.base, "written")):
+                assert (np.asarray(table)[k] != NULL_BLOCK).tolist() == [getattr(page, name) for page in pages[:PAGES]]
+            assert np.asarray(self.parking.valid)[k].tolist() == [page.valid for page in pages[:PAGES]]
+        assert int(self.parking.pool.num_free) == model.parking_free
+        recount(ledger, self.leases, self.parking)
         for b, request in enumerate(model.slots):
             if request and not resident[0, b, : request.num_pages].all():
                 assert request.hot, "no page is lost before the hot region is owned"
@@ -197,10 +289,37 @@ class LedgerMachine(RuleBasedStateMachine):
             self.ledger = commit_completed(self.ledger, entry[0])
         for slot in range(BATCH):
             self.ledger, _ = finish(self.ledger, i32(slot))
-        recount(self.ledger, {})
+        for place in range(PLACES):
+            self.ledger, self.parking, _ = drop(self.ledger, self.parking, i32(place))
+        recount(self.ledger, {}, self.parking)
+        assert int(self.parking.pool.num_free) == PARKED
         assert int(self.ledger.tables.pool.num_free) == SIZES["num_blocks"] - 1
         assert int(self.ledger.host.num_free) == SIZES["num_host_blocks"] - 1
 
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_a_page_in_flight_since_before_a_preemption_is_not_planned_again():
+    """Its host block has one lease; a second transfer would take the first one's place, and a reference would never end."""
+
+    def planned(ledger, slot, release_after):
+        return plan_spill[release_after](ledger, jnp.zeros((BATCH, PAGES), bool).at[slot, 0].set(True))
+
+    ledger, _ = admit(coordinator.init_ledger(**SIZES), i32(0), i32(4))
+    parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
+    for _ in range(2):
+        ledger, *_ = grow(ledger, i32([2, 0, 0]))
+    ledger, plan = planned(ledger, 0, release_after=False)
+    ledger, parking, copies, _, status = park(ledger, parking, i32(0), i32(4), i32(4))
+    assert int(status) == Status.OK and np.count_nonzero(copies.host) == 4, "the page in flight is copied again"
+    ledger, parking, _, status = unpark(ledger, parking, i32(0), i32(2))
+    assert int(status) == Status.OK and (np.asarray(ledger.tables.resident)[0, 2, :4] != NULL_BLOCK).all()
+    recount(ledger, {1: (int(plan.host[0]), tuple(np.asarray(plan.source)[:, 0].tolist()))}, parking)
+    ledger, again = planned(ledger, 2, release_after=True)
+    assert int(again.count) == 0
+    ledger = commit_completed(ledger, plan)
+    recount(ledger, {}, parking)
+    ledger, again = planned(ledger, 2, release_after=True)
+    assert int(again.count) == 1

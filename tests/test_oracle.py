@@ -16,6 +16,8 @@ from hisparse_jax.checkpoint import load_checkpoint
 from hisparse_jax.model.blocks import DeepseekV4
 from scripts import check_oracle
 
+pytestmark = pytest.mark.xdist_group("oracle")
+
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "deepseek_v4_tiny.npz"
 BOUND = 2e-5
 

@@ -149,18 +149,14 @@ def test_d11_a_context_that_fits_only_because_history_can_leave_is_accepted():
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "page_entries", "pages"),
-    [(256, 64, 2 + 1), (64, 64, 2 + 1), (1_024, 64, 4 + 4), (256, 32, 2 + 2), (256, 96, 2 + 1), (512, 96, 2 + 2)],
+    ("chunk_tokens", "page_entries", "added"),
+    [(256, 64, 1), (64, 64, 1), (1_024, 64, 4), (256, 32, 2), (256, 96, 1), (512, 96, 2)],
 )
-def test_pages_that_a_prefill_chunk_holds(chunk_tokens, page_entries, pages):
+def test_a_long_request_needs_its_base_pages_its_hot_region_its_tail_and_what_a_chunk_adds(chunk_tokens, page_entries, added):
     layout = layout_of("v4-flash", chunk_tokens=chunk_tokens, page_entries=page_entries)
-    assert capacity.prefill_pages(layout) == pages
-    page = layout.page_tokens
-    for first in range(0, 20 * chunk_tokens, chunk_tokens):  # chunk after chunk, counted one by one
-        second, end = first + chunk_tokens, first + 2 * chunk_tokens
-        written = -(-second // page) - first // page
-        added = -(-end // page) - -(-second // page)
-        assert max(2, written) + added <= pages
+    base = layout.num_base_groups * layout.max_pages
+    least = capacity.min_gpu_blocks(layout, layout.cache.max_model_len)
+    assert least == 1 + base + layout.num_resident_groups * (layout.hot_pages + 2 + added)
 
 
 @settings(deadline=None)

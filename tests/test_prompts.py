@@ -50,7 +50,7 @@ def test_the_longest_prompt_is_taken(layout):
         (2, {}, r"slot 2 does not exist; slots are 0\.\.1 \(max_requests\)"),
         (-1, {}, "slot -1 does not exist"),
         (0, {}, "slot 0 is running a request; finish it first"),
-        (1, {"temperature": -0.1}, "temperature=-0.1 must not be negative; 0 is greedy"),
+        (1, {"temperature": -0.1}, "temperature=-0.1 must be a finite number and not negative; 0 is greedy"),
         (1, {"seed": -1}, r"seed=-1 must lie in 0\.\.2\^32-1"),
         (1, {"seed": 2**32}, "seed=4294967296 must lie in"),
     ],

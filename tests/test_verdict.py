@@ -50,6 +50,7 @@ def spoil_hot_slot(state: TieredState, ahead: TieredState, layout: CacheLayout, 
     return state.replace(slab=flipped(state.slab, block, place.offset + at * layout.entry.value_bytes + 1))
 
 
+@pytest.mark.xdist_group("generate")
 @pytest.mark.parametrize(("spoil", "at_call"), [(spoil_host_page, 1), (spoil_hot_slot, 2), (None, 1)])
 def test_one_wrong_byte_is_seen(spoil, at_call, tmp_path, capsys, monkeypatch):
     prompt = tmp_path / "long.txt"

@@ -1,0 +1,201 @@
+"""The cache of an engine and the calls that change it: one request in, a chunk, some steps, out, parked, back. No policy.
+
+One decode shape and one chunk shape are compiled. Every call ends with what it gave on the host, so a program that failed is
+noticed by the call that ran it; the state it was given is then gone, and `reset` starts over with an empty one.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int32
+
+from hisparse_jax import decode, parking
+from hisparse_jax.layout import CacheLayout
+from hisparse_jax.model.blocks import DeepseekV4
+from hisparse_jax.requests import Request
+from hisparse_jax.spill import SpillPlan, standing
+from hisparse_jax.state import TieredState
+from hisparse_jax.status import Status, raise_for_status
+
+
+class View(NamedTuple):
+    """What the state says of each slot and of the pools, without a page of data.
+
+    traffic: i32[4, B]   rows swapped in, staged, mirrored, and pages copied, since the slot's admission.
+    pages: i32[B]        pages grown.
+    resident: i32[B]     those on the GPU; of them `pending` with a copy in flight, `clean` complete on the host.
+    host_pages: i32[B]   host blocks held.
+    """
+
+    running: Bool[Array, " B"]
+    length: Int32[Array, " B"]
+    token: Int32[Array, " B"]
+    homeless: Int32[Array, " B"]
+    traffic: Int32[Array, "4 B"]
+    pages: Int32[Array, " B"]
+    resident: Int32[Array, " B"]
+    pending: Int32[Array, " B"]
+    clean: Int32[Array, " B"]
+    host_pages: Int32[Array, " B"]
+    hot: Bool[Array, " B"]
+    gpu_free: Int32[Array, ""]
+    host_free: Int32[Array, ""]
+
+
+class Steps(NamedTuple):
+    """What a decode call gave, on the host: as `DecodeOutput`, and the status of each slot."""
+
+    tokens: np.ndarray
+    logits: np.ndarray | None
+    counts: np.ndarray
+    status: np.ndarray
+
+
+@jax.jit
+def view(state: TieredState) -> View:
+    """Reads the state; its arrays stay what they are."""
+    ledger, traffic, seq = state.ledger, state.traffic, state.sequences
+    on_gpu, moving = standing(ledger), ledger.transfer > 0
+
+    def count(pages):
+        return jnp.sum(pages, axis=1, dtype=jnp.int32)
+
+    return View(
+        running=seq.running,
+        length=seq.length,
+        token=seq.token,
+        homeless=state.homeless,
+        traffic=jnp.stack([traffic.swapped_rows, traffic.staged_rows, traffic.mirrored_rows, traffic.copied_pages]),
+        pages=ledger.tables.num_pages,
+        resident=count(on_gpu),
+        pending=count(on_gpu & moving),
+        clean=count(on_gpu & ledger.valid & ~moving),
+        host_pages=count(ledger.host_table > 0),
+        hot=ledger.has_hot,
+        gpu_free=ledger.tables.pool.num_free,
+        host_free=ledger.host.num_free,
+    )
+
+
+class Runner:
+    """State of both tiers, places for parked requests, and the pages whose backup is under way."""
+
+    def __init__(self, model: DeepseekV4, layout: CacheLayout, *, call_steps: int, keep_logits: bool):
+        self.model, self.layout, self.call_steps, self.keep_logits = model, layout, call_steps, keep_logits
+        self.pending: SpillPlan | None = None
+        self._seen: tuple[TieredState, View] | None = None
+        self._take_memory()
+
+    def _take_memory(self) -> None:
+        self.state: TieredState = decode.init_state(self.layout)
+        self.parking = parking.init_parking(self.layout) if self.layout.parking_blocks else None
+
+    def reset(self) -> None:
+        """Every request is gone; both tiers are empty."""
+        self.close()
+        self._take_memory()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.pending = self._seen = None
+        del self.state, self.parking
+
+    @property
+    def sound(self) -> bool:
+        """Whether the state is there: a program that fails takes what was donated to it along."""
+        arrays = jax.tree.leaves((self.state, self.parking))
+        if any(x.is_deleted() for x in arrays):
+            return False
+        try:
+            jax.block_until_ready(arrays)
+        except RuntimeError:
+            return False
+        return True
+
+    def look(self) -> View:
+        """The state's numbers, on the host; read once, however often nothing has changed."""
+        if self._seen is None or self._seen[0] is not self.state:
+            self._seen = self.state, jax.device_get(view(self.state))
+        return self._seen[1]
+
+    def admit(self, slot: int, request: Request) -> None:
+        self.state = decode.admit(
+            self.state,
+            slot,
+            request.prompt,
+            layout=self.layout,
+            max_new_tokens=request.max_new_tokens - 1,
+            seed=request.seed,
+            temperature=request.temperature,
+            stop_token=request.stop_token,
+        )
+
+    def prefill(self, slot: int, prompt: tuple[int, ...], begin: int) -> tuple[int, np.ndarray | None, Status]:
+        """Computes the next chunk of a prompt: `(tokens in the cache, logits, status)`.
+
+        Logits f32[V] of the prompt's last token come with the chunk that ends it; the request then runs, and `look` has its
+        first token. A status other than OK says that nothing was computed.
+        """
+        count = min(self.layout.cache.chunk_tokens, len(prompt) - begin)
+        self.state, self.pending, output, status = decode.prefill_step(
+            self.model, self.state, slot, prompt, begin, count, self.pending, layout=self.layout
+        )
+        if output is None:
+            return begin, None, status
+        logits = np.array(output.logits)[0]
+        if begin + count < len(prompt):
+            return begin + count, None, status
+        self.state, self.pending = decode.end_prefill(self.state, slot, self.pending, layout=self.layout), None
+        return begin + count, logits, status
+
+    def decode(self, num_steps: int) -> Steps:
+        """Decodes `num_steps <= call_steps` steps of all that run."""
+        self.state, output, status = decode.decode_steps(
+            self.model,
+            self.state,
+            jnp.int32(num_steps),
+            layout=self.layout,
+            max_steps=self.call_steps,
+            return_logits=self.keep_logits,
+        )
+        return Steps(*jax.device_get((output.tokens, output.logits, output.counts, status)))
+
+    def flush(self) -> None:
+        """Ends the backup under way."""
+        self.state, self.pending = decode.flush_backup(self.state, self.pending, layout=self.layout), None
+
+    def finish(self, slot: int) -> None:
+        """Gives back all that a request in a slot holds."""
+        self.flush()
+        self.state, status = decode.finish(self.state, jnp.int32(slot))
+        raise_for_status(int(status), f"end of the request in slot {slot}")
+
+    @property
+    def can_park(self) -> bool:
+        return self.parking is not None
+
+    def park(self, slot: int) -> int | None:
+        """Takes a request off the GPU and keeps it: its place, or None where there is no room for it."""
+        if self.parking is None:
+            return None
+        self.flush()
+        self.state, self.parking, place, status = parking.preempt(self.state, self.parking, slot, layout=self.layout)
+        if status not in (Status.OK, Status.OUT_OF_PARKING):
+            raise_for_status(status, f"preemption of the request in slot {slot}")
+        return place
+
+    def resume(self, place: int, slot: int) -> bool:
+        """Brings a parked request back; False, and nothing changed, where GPU blocks are short."""
+        assert self.parking is not None
+        self.state, self.parking, status = parking.resume(self.state, self.parking, place, slot, layout=self.layout)
+        if status not in (Status.OK, Status.OUT_OF_BLOCKS):
+            raise_for_status(status, f"return of the request in place {place}")
+        return status is Status.OK
+
+    def discard(self, place: int) -> None:
+        """Gives back all that a parked request holds."""
+        assert self.parking is not None
+        self.state, self.parking, status = parking.discard(self.state, self.parking, place, layout=self.layout)
+        raise_for_status(status, f"end of the request in place {place}")

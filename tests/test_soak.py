@@ -1,0 +1,33 @@
+"""`scripts/soak.py`: a short soak in this process, and random transitions of the coordinator."""
+
+import json
+import pathlib
+
+from runs import run_script
+
+SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
+SMALL = ("--slots", 4, "--parked", 3, "--steps", 600)
+
+
+def test_every_request_is_exact_under_pressure(capsys):
+    code, out, err = run_script("soak.py", *SMALL, "--requests", 24, "--seed", 3, capsys=capsys)
+    result = json.loads(out.splitlines()[-1])
+    assert code == 0 and result["breaches"] == [], err
+    assert result["requests"] == 24 == result["submitted"]
+    assert result["compared_equal"] >= result["length"] + result["stop"] > 12
+    assert result["preempted"] > 0 and result["resumed"] > 0 and result["cancelled"] > 0
+    assert result["waits"]["gpu"] + result["waits"]["host"] > 0 and result["misses"] > 0
+
+
+def test_a_breach_is_told_by_the_exit_code(capsys):
+    code, out, err = run_script("soak.py", *SMALL, "--requests", 6, "--steps", 3, capsys=capsys)
+    assert code == 1 and "have not ended after 3 rounds" in json.loads(out.splitlines()[-1])["breaches"][0]
+    assert "have not ended" in err
+
+
+def test_random_transitions(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    code, out, err = run_script("soak.py", "--requests", 0, "--transitions", 3_000, capsys=capsys)
+    result = json.loads(out.splitlines()[-1])["transitions"]
+    assert code == 0, err
+    assert result["count"] == 3_000 and result["pages_lost"] > 0 and result["regions_taken"] > 0
