@@ -7,6 +7,7 @@ the cap of XLA's pinned allocator, where a GPU backend makes the pool. Source: c
 `XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`.
 """
 
+import functools
 import os
 import pathlib
 import resource
@@ -93,8 +94,14 @@ def make_host_pool(
     sharding = jax.sharding.SingleDeviceSharding(home, memory_kind="pinned_host")
     pool = jax.device_put(np.zeros((num_blocks, page_bytes), np.uint8), sharding)
     if home.platform == "cpu":
-        pool = jax.jit(lambda x: x, donate_argnums=0, out_shardings=sharding)(pool)
+        pool = _own(sharding)(pool)
     return jax.block_until_ready(pool)
+
+
+@functools.cache
+def _own(sharding: jax.sharding.Sharding):
+    """A donated identity: its result is memory of XLA's own."""
+    return jax.jit(lambda x: x, donate_argnums=0, out_shardings=sharding)
 
 
 def _mem_available(root: pathlib.Path) -> int:

@@ -19,6 +19,8 @@ from hisparse_jax.scheduler import Phase, Scheduler, Ticket
 from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
 
+pytestmark = pytest.mark.xdist_group("engine")
+
 
 def test_streams_the_tokens_of_a_solo_run():
     before = traces.copy()

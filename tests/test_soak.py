@@ -3,7 +3,10 @@
 import json
 import pathlib
 
+import pytest
 from runs import run_script
+
+pytestmark = pytest.mark.xdist_group("engine")
 
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 SMALL = ("--slots", 4, "--parked", 3, "--steps", 600)
