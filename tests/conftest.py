@@ -16,8 +16,8 @@ ROOT = TESTS.parent
 if not pathlib.Path("/dev/nvidia0").exists():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts: without a GPU its CUDA plugin would be tried in vain
 
-if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation takes most of the time
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
+if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation takes most of the time, also where the code is slow
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile --xla_backend_optimization_level=0")
 
 import jax  # noqa: E402
 

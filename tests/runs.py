@@ -34,6 +34,9 @@ DEMO = dataclasses.replace(
 SHORT = dataclasses.replace(DEMO, num_hidden_layers=5, compress_ratios=(4, 4, 128, 4, 4))
 """Fewer programs to compile, still two C4 layers in a resident group."""
 
+C4_ONLY = dataclasses.replace(DEMO, num_hidden_layers=4, compress_ratios=(4, 4, 4, 4))
+"""The fewest layers with two in each resident group of the base rule, f32 and bf16 rows."""
+
 TINY = preset("tiny")
 
 MAX_STEPS = 32

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import (
+    C4_ONLY,
     DEMO,
     SHORT,
     TINY,
@@ -47,6 +48,8 @@ PAIRWISE = {
     "fp8": [("searched", "write_through", "eager"), ("base", "spill", "base")],
 }
 """Rows to (rule, backup, reclaim): every pair of two choices stands here once at least."""
+
+MODELS = {"f32": SHORT, "bf16": C4_ONLY, "fp8": DEMO}
 
 
 def layout_of(config, rows: str, rule: str, backup: str, reclaim: str, **options) -> CacheLayout:
@@ -190,7 +193,7 @@ def finish_all(state, layout: CacheLayout, slots: list[int]):
 @pytest.mark.parametrize("rows", ["fp8", "bf16", "f32"])
 def test_tiered_equals_resident(rows):
     for rule, backup, reclaim in PAIRWISE[rows]:
-        check(DEMO if rows == "fp8" else SHORT, rows, rule, backup, reclaim)
+        check(MODELS[rows], rows, rule, backup, reclaim)
 
 
 @pytest.mark.xdist_group("tiny")
