@@ -16,8 +16,8 @@ ROOT = TESTS.parent
 if not pathlib.Path("/dev/nvidia0").exists():
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts: without a GPU its CUDA plugin would be tried in vain
 
-if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation takes most of the time, also where the code is slow
-    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile --xla_backend_optimization_level=0")
+if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation takes most of the time
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
 
 import jax  # noqa: E402
 
@@ -41,15 +41,15 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / f"jax-{_pro
 def run_h200() -> Callable[..., str]:
     """Runs a program that compiles for an H200 (`tests/h200.py`) in a process of its own; its output, once it exits with 0.
 
-    Give a file, or `code=` with the program's text.
+    Give a file and its arguments, or `code=` with the program's text.
     """
 
-    def run(program: pathlib.Path | None = None, *, code: str | None = None, timeout: float = 280) -> str:
-        arguments = ["-c", code] if code is not None else [str(program)]
+    def run(program: pathlib.Path | None = None, *arguments: str, code: str | None = None, timeout: float = 280) -> str:
+        started = ["-c", code] if code is not None else [str(program), *arguments]
         paths = [str(TESTS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(paths)}
         done = subprocess.run(
-            [sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
+            [sys.executable, *started], env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout
         )
         assert done.returncode == 0, f"{program or 'the program'} exited with {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done.stdout

@@ -10,3 +10,8 @@ PROGRAMS = sorted((pathlib.Path(__file__).parent / "h200_programs").glob("*.py")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_compiles_for_an_h200(run_h200, program):
     run_h200(program)
+
+
+@pytest.mark.slow
+def test_a_lazy_spill_at_v4_flashs_geometry_compiles_too(run_h200):
+    run_h200(PROGRAMS[0].with_name("decode_geometry.py"), "spill")

@@ -26,7 +26,7 @@ from hisparse_jax.sequences import committed
 from hisparse_jax.status import Status, TierError
 from hisparse_jax.steps import traces
 
-pytestmark = pytest.mark.xdist_group("parking")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("parking")]  # test_engine.py preempts and resumes in every run
 
 # Equality
 

@@ -12,6 +12,7 @@ SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
 SMALL = ("--slots", 4, "--parked", 3, "--steps", 600)
 
 
+@pytest.mark.slow
 def test_every_request_is_exact_under_pressure(capsys):
     code, out, err = run_script("soak.py", *SMALL, "--requests", 24, "--seed", 3, capsys=capsys)
     result = json.loads(out.splitlines()[-1])
