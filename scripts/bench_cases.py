@@ -1,5 +1,6 @@
 """The kernel benchmark's cases: each op of the tiers at its V4 shapes, with its check, its targets and its peer."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -29,6 +30,7 @@ from bench_inputs import (
 
 from hisparse_jax import ffi, pages
 from hisparse_jax.rows import RowFormat
+from hisparse_jax.traces import make_trace, miss_rate_of
 from pallas_kernels import copy_pages, gather_rows, ref, resolve_topk, store_entry, topk_select
 from pallas_kernels.windows import row_parts
 
@@ -205,8 +207,40 @@ def plans(key, launches: int, s: Sizes, batch: int, missing: int):
     return tuple((host_rows[i], dest_rows[i]) for i in range(launches))
 
 
+def swap_in(s: Sizes, batch: int, shape: str, *, host, tables: Callable, draw: Callable, expect: Callable, **goals) -> Case:
+    """Resolve and gather, the map and the slab carried from launch to launch. `tables()` gives the first map and LRU order."""
+
+    def step(fixed, state, inputs, resolve, gather):
+        slab, slot_host, lru = state
+        plan = resolver(s, batch, host, resolve)(inputs[0], slot_host, lru)
+        slab = gather_rows.gather_rows(
+            fixed, slab, plan.host_rows.reshape(-1), plan.dest_rows.reshape(-1), plan.num_misses, implementation=gather,
+            **gather_place(s, FP8),
+        )  # fmt: skip
+        return (slab, plan.slot_host, plan.lru), (plan.rows, plan.num_misses)
+
+    def init():
+        return slab_of(s, batch, FP8), *tables()
+
+    def check(run):
+        state, (topk,) = init(), draw(jax.random.key(5), 1)[0]
+        want = jax.jit(resolver(s, batch, host, "xla"))(topk, *state[1:])
+        expect((None, want.num_misses))
+        (slab, slot_host, lru), (rows, _) = run(state, (topk,))
+        for got, expected in ((rows, want.rows), (slot_host, want.slot_host), (lru, want.lru)):
+            np.testing.assert_array_equal(got, expected)
+        check_rows(s, the_pool(s, FP8), slab, want.host_rows, want.dest_rows, FP8)
+
+    resolvers = [v for v in variants_of(resolve_topk) if v != "xla"] or ["xla"]
+    named = {f"{r} + {g}": (r, g) for r, g in [*((r, r) for r in resolvers if r in movers()), (resolvers[-1], movers()[0])]}
+    pairs = {name: functools.partial(step, resolve=r, gather=g) for name, (r, g) in named.items()}
+    return Case(
+        "resolve+gather", shape, pairs, init, draw, check, expect, slow=(), fixed=functools.partial(the_pool, s, FP8), **goals
+    )
+
+
 def swap_in_cases(s: Sizes) -> Iterator[Case]:
-    """Resolve and gather, the map and the slab carried from launch to launch."""
+    """The same number of misses in every launch: what peers measure."""
     peers = {(64, 5): "36.3", (64, 10): "58.1", (64, 20): "102.0", (16, 20): "37.2", (1, 20): "22.3"}
     goals = {
         (64, 5): ("36", "30"),
@@ -217,7 +251,6 @@ def swap_in_cases(s: Sizes) -> Iterator[Case]:
     }
     for batch, percent in peers if on_gpu() else ((2, 20),):
         host, missing = host_table(s, batch), max(1, s.top_k * percent // 100)
-
         at = [0]  # draws go on where the last one ended, as the state does
 
         def draw(key, launches, batch=batch, missing=missing, at=at):
@@ -226,40 +259,46 @@ def swap_in_cases(s: Sizes) -> Iterator[Case]:
             at[0] += launches
             return tuple((topk,) for topk in picked)
 
-        def step(fixed, state, inputs, resolve, gather, batch=batch, host=host, programs=None):
-            slab, slot_host, lru = state
-            plan = resolver(s, batch, host, resolve)(inputs[0], slot_host, lru)
-            slab = gather_rows.gather_rows(
-                fixed, slab, plan.host_rows.reshape(-1), plan.dest_rows.reshape(-1), plan.num_misses, implementation=gather,
-                num_programs=programs, **gather_place(s, FP8),
-            )  # fmt: skip
-            return (slab, plan.slot_host, plan.lru), (plan.rows, plan.num_misses)
-
-        def init(batch=batch, host=host, at=at):
+        def tables(batch=batch, host=host, at=at):
             at[0] = 0
-            return slab_of(s, batch, FP8), *initial_map(s, batch, host)
-
-        def check(run, batch=batch, host=host, draw=draw, init=init, missing=missing):
-            state, (topk,) = init(), draw(jax.random.key(5), 1)[0]
-            want = jax.jit(resolver(s, batch, host, "xla"))(topk, *state[1:])
-            assert (np.asarray(want.num_misses) == missing).all(), want.num_misses
-            (slab, slot_host, lru), (rows, _) = run(state, (topk,))
-            for got, expected in ((rows, want.rows), (slot_host, want.slot_host), (lru, want.lru)):
-                np.testing.assert_array_equal(got, expected)
-            check_rows(s, the_pool(s, FP8), slab, want.host_rows, want.dest_rows, FP8)
+            return initial_map(s, batch, host)
 
         def expect(outputs, missing=missing):
             assert (np.asarray(outputs[1]) == missing).all(), "the launches miss more or fewer rows than the case says"
 
-        resolvers = [v for v in variants_of(resolve_topk) if v != "xla"] or ["xla"]
-        named = {f"{r} + {g}": (r, g) for r, g in [*((r, r) for r in resolvers if r in movers()), (resolvers[-1], movers()[0])]}
-        pairs = {name: functools.partial(step, resolve=r, gather=g) for name, (r, g) in named.items()}
         count, (first, then) = batch * missing * FP8.row_bytes, goals.get((batch, percent), ("", ""))
-        yield Case(
-            "resolve+gather", f"B {batch}, {percent} % of {s.top_k} missing", pairs, init, draw, check, expect,
-            floor_us=count / LINK * 1e6, num_bytes=count, first=first, then=then, peer=peers.get((batch, percent), ""), slow=(),
-            fixed=functools.partial(the_pool, s, FP8),
+        yield swap_in(
+            s, batch, f"B {batch}, {percent} % of {s.top_k} missing", host=host, tables=tables, draw=draw, expect=expect,
+            floor_us=count / LINK * 1e6, num_bytes=count, first=first, then=then, peer=peers.get((batch, percent), ""),
         )  # fmt: skip
+
+
+def trace_cases(s: Sizes) -> Iterator[Case]:
+    """Selections with the published locality (`hisparse_jax.traces`), at the default of twice `top_k` hot slots."""
+    s, batch, steps = dataclasses.replace(s, slots=2 * s.top_k), s.requests, 448 if on_gpu() else 32
+    host, rate = host_table(s, batch), miss_rate_of(2)
+    trace = make_trace(steps, batch, s.top_k, s.entries, s.slots)
+    held = np.take_along_axis(host, trace.held // ENTRIES, axis=1) * ENTRIES + trace.held % ENTRIES
+    at = [0]
+
+    def draw(_, launches):
+        picked = [trace.topk[(at[0] + i) % steps] for i in range(launches)]
+        at[0] += launches
+        return tuple((jnp.asarray(topk),) for topk in picked)
+
+    def tables():
+        at[0] = 0
+        lru = jnp.broadcast_to(jnp.arange(s.slots, dtype=jnp.int16), (batch, s.slots))
+        return jnp.asarray(held, jnp.int32), lru + jnp.int16(0)
+
+    def expect(outputs):
+        assert abs(np.mean(outputs[1]) / s.top_k - rate) < 0.05, "the trace misses more or fewer rows than was published"
+
+    count = int(batch * s.top_k * rate) * FP8.row_bytes
+    yield swap_in(
+        s, batch, f"B {batch}, trace: {rate:.1%} of {s.top_k} missing, S {s.slots:,}", host=host, tables=tables, draw=draw,
+        expect=expect, floor_us=count / LINK * 1e6, num_bytes=count, most=16,
+    )  # fmt: skip
 
 
 def store_cases(s: Sizes) -> Iterator[Case]:
@@ -371,5 +410,5 @@ def backup_cases(s: Sizes) -> Iterator[Case]:
 
 
 def cases(s: Sizes) -> Iterator[Case]:
-    for make in (resolve_cases, swap_in_cases, store_cases, topk_cases, gather_cases, backup_cases):
+    for make in (resolve_cases, swap_in_cases, trace_cases, store_cases, topk_cases, gather_cases, backup_cases):
         yield from make(s)
