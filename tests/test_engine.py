@@ -19,7 +19,7 @@ from hisparse_jax.scheduler import Phase, Scheduler, Ticket
 from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
 
-pytestmark = pytest.mark.xdist_group("engine")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engine")]
 
 
 def test_streams_the_tokens_of_a_solo_run():

@@ -13,7 +13,7 @@ from hisparse_jax.loop import ServingLoop
 from hisparse_jax.requests import RequestError
 from hisparse_jax.runner import Runner
 
-pytestmark = pytest.mark.xdist_group("engine")
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("engine")]
 
 
 def test_a_callback_that_raises_fails_its_request_alone():

@@ -190,7 +190,7 @@ def finish_all(state, layout: CacheLayout, slots: list[int]):
     return state
 
 
-@pytest.mark.parametrize("rows", ["fp8", "bf16", "f32"])
+@pytest.mark.parametrize("rows", ["fp8", pytest.param("bf16", marks=pytest.mark.slow), "f32"])
 def test_tiered_equals_resident(rows):
     for rule, backup, reclaim in PAIRWISE[rows]:
         check(MODELS[rows], rows, rule, backup, reclaim)
