@@ -27,7 +27,7 @@ from hisparse_jax.prompts import (
     pad_chunk,
     start_running,
 )
-from hisparse_jax.room import commit_copies, make_room, new_pages_for
+from hisparse_jax.room import PageIds, commit_copies, copy_c4_pages, make_room, new_pages_for
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState, init_state
 from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
@@ -37,8 +37,6 @@ from hisparse_jax.tiered import StagedEntries, TieredEntries
 __all__ = [
     "admit", "check_prompt", "decode_steps", "end_prefill", "finish", "flush_backup", "init_state", "prefill", "prefill_step",
 ]  # fmt: skip
-
-PageIds = tuple[Int32[Array, " M"], ...]
 
 
 def admit(
@@ -119,12 +117,12 @@ def prefill_chunk(
     `(state, logits, indices)`.
     """
     traces["decode.prefill_chunk"] += 1
-    pools, slab = _each_layer(ffi.fork_backup, state, layout, source, dest)
+    state = copy_c4_pages(ffi.fork_backup, state, source, dest, layout)
     cache = StagedEntries(
-        slab=slab,
+        slab=state.slab,
         base=state.ledger.tables.base,
         resident=state.ledger.tables.resident,
-        pools=pools,
+        pools=state.pools,
         host=state.ledger.host_table,
         traffic=state.traffic,
         homeless=state.homeless,
@@ -146,18 +144,7 @@ def prefill_chunk(
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")
 def backup(state: TieredState, source: PageIds, dest: Int32[Array, " M"], *, layout: CacheLayout) -> TieredState:
     """Copies pages to the host, nothing beside it; operands as in `prefill_chunk`."""
-    pools, slab = _each_layer(ffi.backup_pages, state, layout, source, dest)
-    return state.replace(pools=pools, slab=slab)
-
-
-def _each_layer(call, state: TieredState, layout: CacheLayout, source: PageIds, dest: Int32[Array, " M"]):
-    """Runs a page copy for every C4 layer: its own pool, its group's source blocks."""
-    slab, pools = state.slab, []
-    for pool, layer in zip(state.pools, layout.model.c4_layers, strict=True):
-        place = layout.resident_place(layer)
-        pool, slab = call(pool, slab, source[place.group], dest, offset=place.offset, layer=f"layer {layer}")
-        pools.append(pool)
-    return tuple(pools), slab
+    return copy_c4_pages(ffi.backup_pages, state, source, dest, layout)
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")

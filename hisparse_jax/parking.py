@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
-from hisparse_jax import coordinator, ffi, reclaim
+from hisparse_jax import ffi, reclaim
 from hisparse_jax.config import ConfigError
 from hisparse_jax.host_memory import check_host_budget, make_host_pool
 from hisparse_jax.hot_map import reset_requests
@@ -36,7 +36,7 @@ from hisparse_jax.parking_ledger import (
     park,
     unpark,
 )
-from hisparse_jax.room import commit_copies
+from hisparse_jax.room import commit_copies, copy_c4_pages, seal_written, spill_budget
 from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState
@@ -161,7 +161,7 @@ def _plan_preempt(
     mask = jnp.arange(layout.cache.max_requests, dtype=jnp.int32) == slot
     length = sequences.length[slot]
     full = length // layout.page_tokens
-    ledger = _sealed(state, mask, layout)
+    ledger = seal_written(state, sequences.running & mask, layout)
     ledger, lot, plan, place, status = park(ledger, parking.ledger, slot, -(-length // layout.page_tokens), full)
     ok = status == Status.OK
     left = mask & ok
@@ -197,7 +197,7 @@ def _copy_out(
 ) -> tuple[TieredState, Parking]:
     """C4 pages to the host pools, base pages and a snapshot to the parking."""
     traces["parking.copy_out"] += 1
-    state = _back_up_c4(state, source, host, layout)
+    state = copy_c4_pages(ffi.backup_pages, state, source, host, layout)
     slab, pages = state.slab, []
     for group, pool in enumerate(parking.pages):
         pool, slab = ffi.backup_pages(pool, slab, base[group], parked, offset=0, layer=f"base group {group}")
@@ -214,9 +214,9 @@ def _plan_resume(
 ) -> tuple[TieredState, Parking, ResumePlan, SpillPlan, Int32[Array, ""]]:
     """What others give up is committed here: its copies are the first that the program after this one makes."""
     traces["parking.resume"] += 1
-    ledger = _sealed(state, jnp.ones(layout.cache.max_requests, bool), layout)
+    ledger = seal_written(state, state.sequences.running, layout)
     short = jnp.maximum(blocks_to_resume(ledger, parking.ledger, place) - ledger.tables.pool.num_free, 0)
-    budget = layout.max_pages if layout.cache.backup == "spill" else 0  # written through: nothing is left to copy
+    budget = spill_budget(layout)
     ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
     roomy = state.replace(ledger=ledger)
     if budget:
@@ -253,19 +253,16 @@ def _copy_back(
     """First what others give up leaves its blocks; then base pages, C4 pages and the snapshot come back."""
     traces["parking.copy_back"] += 1
     if given_up_host.size:
-        state = _back_up_c4(state, given_up, given_up_host, layout)
-    slab, pages, pools = state.slab, [], []
+        state = copy_c4_pages(ffi.backup_pages, state, given_up, given_up_host, layout)
+    slab, pages = state.slab, []
     for group, pool in enumerate(parking.pages):
         pool, slab = ffi.restore_pages(pool, slab, parked, base[group], offset=0, layer=f"base group {group}")
         pages.append(pool)
-    for pool, layer in zip(state.pools, layout.model.c4_layers, strict=True):
-        at = layout.resident_place(layer)
-        pool, slab = ffi.restore_pages(pool, slab, host, resident[at.group], offset=at.offset, layer=f"layer {layer}")
-        pools.append(pool)
+    state = copy_c4_pages(ffi.restore_pages, state.replace(slab=slab), resident, host, layout, back=True)
     row, one = place_row
     blank = jnp.zeros((2, layout.snapshot_bytes), jnp.uint8)
     snapshots, rows = ffi.restore_pages(parking.snapshots, blank, row, one, offset=0, layer="snapshots")
-    state = state.replace(slab=slab, pools=tuple(pools), layers=_put_snapshot(state.layers, slot, rows[1]))
+    state = state.replace(layers=_put_snapshot(state.layers, slot, rows[1]))
     return state, parking.replace(pages=tuple(pages), snapshots=snapshots)
 
 
@@ -276,23 +273,6 @@ def _discard(
     traces["parking.discard"] += 1
     ledger, lot, status = drop(state.ledger, parking.ledger, place)
     return state.replace(ledger=ledger), parking.replace(ledger=lot), status
-
-
-def _sealed(state: TieredState, slots: Array, layout: CacheLayout) -> coordinator.Ledger:
-    """The ledger with the full pages of running `slots` valid, where decode writes through."""
-    if layout.cache.backup != "write_through":
-        return state.ledger
-    running = state.sequences.running & slots
-    return coordinator.seal(state.ledger, jnp.where(running, state.sequences.length // layout.page_tokens, 0))
-
-
-def _back_up_c4(state: TieredState, source: tuple[Ids, ...], host: Ids, layout: CacheLayout) -> TieredState:
-    slab, pools = state.slab, []
-    for pool, layer in zip(state.pools, layout.model.c4_layers, strict=True):
-        at = layout.resident_place(layer)
-        pool, slab = ffi.backup_pages(pool, slab, source[at.group], host, offset=at.offset, layer=f"layer {layer}")
-        pools.append(pool)
-    return state.replace(slab=slab, pools=tuple(pools))
 
 
 def _move(source, index: Int32[Array, ""], target, row: Int32[Array, ""]):

@@ -4,21 +4,39 @@ Runs inside the jitted call, at the head of a stretch of steps or of a prefill c
 plans to copy is copied here, in program order, so a plan is committed as soon as its copies stand in the program.
 """
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from hisparse_jax import coordinator, reclaim, spill, transfer
 from hisparse_jax.block_tables import blocks_short
+from hisparse_jax.coordinator import Ledger
 from hisparse_jax.hot_map import forget_host_blocks
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.numerics import border
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState
 
+PageIds = tuple[Int32[Array, " M"], ...]
+"""Slab blocks of pages, an array per resident group."""
+
 
 def new_pages_for(state: TieredState, tokens: Int32[Array, " B"], layout: CacheLayout) -> Int32[Array, " B"]:
     """Pages each request lacks to hold so many tokens."""
     return jnp.maximum(-(-tokens // layout.page_tokens) - state.ledger.tables.num_pages, 0)
+
+
+def seal_written(state: TieredState, slots: Bool[Array, " B"], layout: CacheLayout) -> Ledger:
+    """The ledger with the full pages of running `slots` valid, where decode writes through."""
+    if layout.cache.backup != "write_through":
+        return state.ledger
+    return coordinator.seal(state.ledger, jnp.where(slots, state.sequences.length // layout.page_tokens, 0))
+
+
+def spill_budget(layout: CacheLayout) -> int:
+    """Pages that one search for room may copy: none where rows are written through, for nothing is left to copy."""
+    return layout.max_pages if layout.cache.backup == "spill" else 0
 
 
 def make_room(
@@ -28,11 +46,7 @@ def make_room(
 
     `reclaim="base"`: history goes to the host only as far as blocks are short. `"eager"`: every page that may go, goes.
     """
-    ledger, running = state.ledger, state.sequences.running
-    budget = layout.max_pages if layout.cache.backup == "spill" else 0  # written through: nothing is left to copy
-    if layout.cache.backup == "write_through":
-        sealed = jnp.where(running, state.sequences.length // layout.page_tokens, 0)
-        ledger = coordinator.seal(ledger, sealed)
+    ledger, budget = seal_written(state, state.sequences.running, layout), spill_budget(layout)
     if layout.cache.reclaim == "eager":
         held = ledger.tables.num_pages > 0
         ledger, plan = reclaim.release_history(ledger, held, max_pages=budget)
@@ -64,6 +78,19 @@ def _spill(state: TieredState, plan: SpillPlan, layout: CacheLayout) -> TieredSt
         )
     slab, pools = border((state.slab, tuple(pools)))
     return commit_copies(state.replace(slab=slab, pools=pools), plan)
+
+
+def copy_c4_pages(
+    call: Callable, state: TieredState, slab_blocks: PageIds, host_blocks: Int32[Array, " M"], layout: CacheLayout, *, back=False
+) -> TieredState:
+    """Runs a page copy of `ffi` for every C4 layer: its own pool, its group's slab blocks; from the host where `back`."""
+    slab, pools = state.slab, []
+    for pool, layer in zip(state.pools, layout.model.c4_layers, strict=True):
+        place = layout.resident_place(layer)
+        ids = (host_blocks, slab_blocks[place.group]) if back else (slab_blocks[place.group], host_blocks)
+        pool, slab = call(pool, slab, *ids, offset=place.offset, layer=f"layer {layer}")
+        pools.append(pool)
+    return state.replace(slab=slab, pools=tuple(pools))
 
 
 def commit_copies(state: TieredState, plan: SpillPlan) -> TieredState:
