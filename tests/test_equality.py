@@ -190,7 +190,7 @@ def finish_all(state, layout: CacheLayout, slots: list[int]):
     return state
 
 
-@pytest.mark.parametrize("rows", ["fp8", pytest.param("bf16", marks=pytest.mark.slow), "f32"])
+@pytest.mark.parametrize("rows", ["fp8", "bf16", "f32"])
 def test_tiered_equals_resident(rows):
     for rule, backup, reclaim in PAIRWISE[rows]:
         check(MODELS[rows], rows, rule, backup, reclaim)
@@ -235,7 +235,7 @@ FORMATS = [("f32", {}), ("bf16", {}), ("fp8", {"index_keys": "fp8"}), ("fp8", {"
     ("rows", "keys"), FORMATS, ids=lambda value: value if isinstance(value, str) else "-".join(value.values())
 )
 @pytest.mark.parametrize(
-    ("rule", "backup", "reclaim"), itertools.product(("searched", "base"), ("write_through", "spill"), ("base", "eager"))
+    ("rule", "backup", "reclaim"), list(itertools.product(("searched", "base"), ("write_through", "spill"), ("base", "eager")))
 )
 def test_full_product(rule, backup, reclaim, rows, keys, hadamard):
     check(DEMO, rows, rule, backup, reclaim, hadamard=hadamard, **keys)

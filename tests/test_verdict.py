@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import run_script
-from test_generate import FLAGS, TEXT
+from test_generate import FLAGS, prompts  # noqa: F401
 
 from hisparse_jax import decode
 from hisparse_jax.generation import Generation, compare
@@ -52,9 +52,7 @@ def spoil_hot_slot(state: TieredState, ahead: TieredState, layout: CacheLayout, 
 
 @pytest.mark.xdist_group("generate")
 @pytest.mark.parametrize(("spoil", "at_call"), [(spoil_host_page, 1), (spoil_hot_slot, 2), (None, 1)])
-def test_one_wrong_byte_is_seen(spoil, at_call, tmp_path, capsys, monkeypatch):
-    prompt = tmp_path / "long.txt"
-    prompt.write_bytes(TEXT)
+def test_one_wrong_byte_is_seen(spoil, at_call, prompts, capsys, monkeypatch):
     untouched, calls = decode.decode_steps, []
 
     @functools.wraps(untouched)
@@ -66,8 +64,7 @@ def test_one_wrong_byte_is_seen(spoil, at_call, tmp_path, capsys, monkeypatch):
         return untouched(model, state, num_steps, layout=layout, **options)
 
     monkeypatch.setattr(decode, "decode_steps", spoiled)
-    arguments = (*FLAGS, "--prompts", prompt)
-    code, out, err = run_script("generate.py", *arguments, capsys=capsys)
+    code, out, err = run_script("generate.py", *FLAGS, "--prompts", *prompts, capsys=capsys)
     result = json.loads(out)
     assert calls == [0, 32, 28] and code == int(spoil is not None)
     assert result["logits_bit_equal"] is (spoil is None)
