@@ -36,12 +36,17 @@ def _eighty_columns(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")  # what rich takes where stderr is no terminal
 
 
-@pytest.fixture
-def prompts(tmp_path):
-    paths = [tmp_path / f"{name}.txt" for name in ("long", "middle", "brief")]
+def write_prompts(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Three text files: six pages, five, and one."""
+    paths = [folder / f"{name}.txt" for name in ("long", "middle", "brief")]
     for path, length in zip(paths, (1_500, 1_270, 40), strict=True):
         path.write_bytes(TEXT[:length])
     return paths
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    return write_prompts(tmp_path)
 
 
 @pytest.mark.xdist_group("generate")  # the programs of test_verdict

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from runs import run_script
-from test_generate import FLAGS, prompts  # noqa: F401
+from test_generate import FLAGS, write_prompts
 
 from hisparse_jax import decode
 from hisparse_jax.generation import Generation, compare
@@ -52,7 +52,7 @@ def spoil_hot_slot(state: TieredState, ahead: TieredState, layout: CacheLayout, 
 
 @pytest.mark.xdist_group("generate")
 @pytest.mark.parametrize(("spoil", "at_call"), [(spoil_host_page, 1), (spoil_hot_slot, 2), (None, 1)])
-def test_one_wrong_byte_is_seen(spoil, at_call, prompts, capsys, monkeypatch):
+def test_one_wrong_byte_is_seen(spoil, at_call, tmp_path, capsys, monkeypatch):
     untouched, calls = decode.decode_steps, []
 
     @functools.wraps(untouched)
@@ -64,7 +64,7 @@ def test_one_wrong_byte_is_seen(spoil, at_call, prompts, capsys, monkeypatch):
         return untouched(model, state, num_steps, layout=layout, **options)
 
     monkeypatch.setattr(decode, "decode_steps", spoiled)
-    code, out, err = run_script("generate.py", *FLAGS, "--prompts", *prompts, capsys=capsys)
+    code, out, err = run_script("generate.py", *FLAGS, "--prompts", *write_prompts(tmp_path), capsys=capsys)
     result = json.loads(out)
     assert calls == [0, 32, 28] and code == int(spoil is not None)
     assert result["logits_bit_equal"] is (spoil is None)
