@@ -51,7 +51,7 @@ def prompts(tmp_path):
 
 @pytest.mark.xdist_group("generate")  # the programs of test_verdict
 def test_generates_loses_pages_and_is_exact(prompts, capsys):
-    decode.decode_steps.clear_cache()  # the programs of test_verdict are the same; this one counts traces
+    decode.decode_steps.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]  # test_verdict runs the same program
     code, out, err = run_script("generate.py", *FLAGS, "--prompts", *prompts, capsys=capsys)
     assert code == 0, err
     lines = out.splitlines()
