@@ -1,0 +1,283 @@
+"""What do the tiers cost, and what do they buy? Decode of long requests through the tiers beside the fully resident twin.
+
+Five runs of one model and one context length, each a jitted loop of decode steps over a filled cache (no prompt is computed):
+
+    resident      as many requests as the slab holds when everything must fit
+    same, tiered  the same requests on the same slab through the tiers: nothing is lost, so this is the price of the machinery
+    tiered        as many requests as the same slab holds when history may leave
+    no copies     the same with the swap-in of missing rows left out (wrong numbers, right time): the price of the link
+    all resident  the same requests on a slab that holds them all: what nothing but more memory could give
+
+All tokens, and the first call's logits bit for bit, of `same, tiered` are compared with `resident`, those of `tiered` with
+`all resident`; a difference is exit code 1. Times are medians of calls after warm-up. Prompts are random rows whose index keys
+have lengths spread so that exact LRU misses about as often as published traces say (hisparse.md 14): look at the column of
+misses before the times.
+The table for people goes to stderr, the last line of stdout is JSON. On a CPU the model is tiny: a check that the script works.
+
+    .venv/bin/python scripts/bench_decode.py --layers 8 --context 32768 --resident-requests 16
+"""
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import time
+from typing import Any
+from unittest import mock
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from filled_cache import filled
+from rich.console import Console
+from rich.table import Table
+
+from hisparse_jax import decode, resident, transfer
+from hisparse_jax.capacity import min_gpu_blocks
+from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig, preset
+from hisparse_jax.ffi import FfiError
+from hisparse_jax.generation import resident_layout
+from hisparse_jax.layout import CacheLayout, plan_layout
+from hisparse_jax.model.blocks import DeepseekV4
+from hisparse_jax.state import TieredState
+from hisparse_jax.status import TierError
+from hisparse_jax.weights import init_weights
+
+stderr = Console(stderr=True, width=140)
+HIT_OR_MISS = slice(2, 4)
+"""Hot hits and misses in `tiered.COUNT_NAMES`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Args:
+    layers: int = 8
+    """Layers of V4-Flash's geometry, C4 and C128 in turn after two sliding-window layers."""
+    experts: int = 16
+    """Routed experts of each layer, instead of 256: weights, not caches, would fill the card."""
+    context: int = 32_768
+    """Tokens of each request before the first step."""
+    resident_requests: int = 16
+    """Requests that the slab holds when everything must fit; the budget of all runs but `all resident`."""
+    most_requests: int = 64
+    """Request slots of the tiered run: a power of two."""
+    steps: int = 16
+    """Decode steps of one call."""
+    warmup: int = 8
+    """Calls before the first one that counts: a cold hot buffer misses everything."""
+    calls: int = 20
+    """Calls that count."""
+    spread: float = 0.6
+    """Spread of the index keys' lengths (`filled_cache.filled`)."""
+    reclaim: str = "base"
+    only: str = ""
+    """Runs whose name contains this, or one of these, parted by commas."""
+    seed: int = 0
+
+
+@dataclasses.dataclass
+class Run:
+    """One run: what it is, and what came of it."""
+
+    name: str
+    twin: str
+    layout: CacheLayout
+    requests: int
+    copies: bool = True
+    logits: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
+    """Of the first call."""
+    tokens: list[bytes] = dataclasses.field(default_factory=list)
+    """Of every call."""
+    seconds: float = 0.0
+    """Of one step, median over calls."""
+    missing: float | None = None
+    """Missed rows as a share of all selected ones, in the calls that count."""
+    hit_rate: float | None = None
+    lost: float = 0.0
+    """Pages lost as a share of all pages."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.requests / self.seconds
+
+
+def model_of(args: Args) -> ModelConfig:
+    """V4-Flash with fewer layers and experts; the tiny preset where there is no GPU."""
+    if jax.default_backend() != "gpu":
+        return preset("tiny")
+    flash = preset("v4-flash")
+    return dataclasses.replace(
+        flash, num_hidden_layers=args.layers, compress_ratios=flash.compress_ratios[: args.layers], n_routed_experts=args.experts
+    )
+
+
+def plan(args: Args, model: ModelConfig) -> list[Run]:
+    """Every run's layout: one slab for all but the last."""
+    steps = (args.warmup + args.calls) * args.steps
+    few, many = args.resident_requests, args.most_requests
+    limit = args.context + steps
+    cache = CacheConfig(
+        max_model_len=limit, max_requests=few, gpu_blocks=2, host_blocks=2, reclaim=args.reclaim, chunk_tokens=2_048
+    )
+    if jax.default_backend() != "gpu":
+        cache = dataclasses.replace(cache, chunk_tokens=64, rows="f32", page_entries=32)
+    pages = plan_layout(model, dataclasses.replace(cache, host_blocks=2**20)).num_pages(limit)
+
+    def tiered(slots: int, blocks: int, requests: int) -> CacheLayout:
+        config = dataclasses.replace(cache, max_requests=slots, gpu_blocks=blocks, host_blocks=2 + requests * pages)
+        return plan_layout(model, config)
+
+    draft = tiered(many, 2**20, many)
+    slab = 1 + few * draft.growing_groups * pages
+    each = min_gpu_blocks(draft, limit) - 1
+    in_flight = draft.growing_groups * draft.cache.chunk_pages
+    held = min(many, (slab - 1 - in_flight) // each)
+    whole = resident_layout(tiered(many, 1 + held * draft.growing_groups * pages, held))
+    same = tiered(few, slab, few)
+    more = tiered(many, slab, held)
+    return [
+        Run("resident", "resident", resident_layout(same), few),
+        Run("same, tiered", "tiered", same, few),
+        Run("tiered", "tiered", more, held),
+        Run("no copies", "tiered", more, held, copies=False),
+        Run("all resident", "resident", whole, held),
+    ]
+
+
+def skip_copies(slab, *_, **__):
+    """Takes the place of `transfer.swap_in`."""
+    return slab
+
+
+def compile_run(run: Run, model: DeepseekV4, state: Any, args: Args) -> Any:
+    """The decode call of a run, compiled for the shapes of `state`."""
+    module = decode if run.twin == "tiered" else resident
+    plain = inspect.unwrap(module.decode_steps)
+
+    def call(model, state, num_steps):
+        return plain(model, state, num_steps, layout=run.layout, max_steps=args.steps, return_logits=True)
+
+    with mock.patch.object(transfer, "swap_in", transfer.swap_in if run.copies else skip_copies):
+        return jax.jit(call, donate_argnums=1).lower(model, state, jnp.int32(args.steps))
+
+
+def measure(run: Run, model: DeepseekV4, args: Args) -> None:
+    """Fills a cache, compiles, warms up, times; keeps what there is to compare."""
+    steps = (args.warmup + args.calls) * args.steps
+    begin = time.perf_counter()
+    state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=steps, seed=args.seed, spread=args.spread)
+    jax.block_until_ready(state)
+    filled_at = time.perf_counter()
+    if isinstance(state, TieredState):
+        lost = np.asarray(state.ledger.pages_lost).sum()
+        run.lost = float(lost) / (run.requests * run.layout.num_pages(args.context))
+    compiled = compile_run(run, model, state, args).compile()
+    compiled_at = time.perf_counter()
+    stderr.print(
+        f"{run.name}: {run.requests} requests, filled in {filled_at - begin:.0f} s, compiled in {compiled_at - filled_at:.0f} s"
+    )
+    times, counts, num_steps = [], np.zeros(5, np.int64), jnp.int32(args.steps)
+    for number in range(args.warmup + args.calls):
+        begin = time.perf_counter()
+        state, output, status = compiled(model, state, num_steps)
+        jax.block_until_ready(output.tokens)
+        seconds = time.perf_counter() - begin
+        if np.asarray(status).any():
+            raise TierError(f"{run.name}: call {number} ended with status {np.asarray(status)}; give the pools more blocks.")
+        run.tokens.append(np.asarray(output.tokens)[: run.requests].tobytes())
+        if number == 0:
+            run.logits = np.array(output.logits)[: run.requests]
+        if number >= args.warmup:
+            times.append(seconds / args.steps)
+            if output.counts is not None:
+                counts += np.asarray(output.counts).sum(axis=(0, 1))
+    if isinstance(state, TieredState) and np.asarray(state.homeless).any():
+        raise TierError(f"{run.name}: selected entries stand in no tier.")
+    run.seconds = float(np.median(times))
+    if counts.any():
+        run.missing = float(counts[3] / counts.sum())
+        asked = counts[HIT_OR_MISS].sum()
+        run.hit_rate = float(counts[2] / asked) if asked else None
+
+
+def differences(runs: dict[str, Run]) -> list[str]:
+    """Pairs of runs that differ: in a token of any call, or in a bit of the first one's logits."""
+    found = []
+    for one, other in (("same, tiered", "resident"), ("tiered", "all resident")):
+        if one in runs and other in runs:
+            left, right = runs[one], runs[other]
+            if left.tokens != right.tokens or not left.logits.size or left.logits.tobytes() != right.logits.tobytes():
+                found.append(f"{one} differs from {other}")
+    return found
+
+
+def ratios(runs: dict[str, Run]) -> dict[str, float]:
+    """What the runs say of one another."""
+
+    def speed(one: str, other: str) -> float | None:
+        return runs[one].tokens_per_s / runs[other].tokens_per_s if one in runs and other in runs else None
+
+    named = {
+        "resident_step": speed("same, tiered", "resident"),
+        "swap_in_step": speed("tiered", "no copies"),
+        "throughput": speed("tiered", "resident"),
+        "of_all_resident": speed("tiered", "all resident"),
+    }
+    return {name: value for name, value in named.items() if value is not None}
+
+
+TARGETS = {
+    "resident_step": ("nothing lost, against the resident twin", ">= 0.99"),
+    "swap_in_step": ("with swap-in, against its copies left out", ">= 0.95"),
+    "throughput": ("tokens/s on the same slab", ">= 3"),
+    "of_all_resident": ("against a slab that holds everything", ""),
+}
+
+
+def report(runs: dict[str, Run], args: Args) -> None:
+    table = Table(title=f"decode of {args.context:,}-token requests, {jax.devices()[0].device_kind}")
+    for name in ("run", "requests", "slab GiB", "pages lost", "missing", "hit rate", "ms/step", "tokens/s"):
+        table.add_column(name, justify="left" if name == "run" else "right")
+    for run in runs.values():
+        share = ["" if x is None else f"{x:.1%}" for x in (run.lost, run.missing, run.hit_rate)]
+        slab = f"{run.layout.slab_bytes / 2**30:.2f}"
+        table.add_row(run.name, str(run.requests), slab, *share, f"{run.seconds * 1e3:.3f}", f"{run.tokens_per_s:,.0f}")
+    stderr.print(table)
+    for name, value in ratios(runs).items():
+        what, target = TARGETS[name]
+        stderr.print(f"  {value:.3f}  {what}  {target}")
+
+
+def main(args: Args) -> int:
+    config = model_of(args)
+    wanted = [part for part in args.only.split(",") if part]
+    planned = [run for run in plan(args, config) if not wanted or any(part in run.name for part in wanted)]
+    dtype = jnp.float32 if planned[0].layout.cache.rows == "f32" else jnp.bfloat16
+    model = DeepseekV4(config, init_weights(config, args.seed, dtype))
+    runs: dict[str, Run] = {}
+    for run in planned:
+        measure(run, model, args)
+        runs[run.name] = run
+    faults = differences(runs)
+    report(runs, args)
+    colour = "red" if faults else "green"
+    stderr.print(f"[bold {colour}]{'; '.join(faults) or 'every pair of runs equal, bit for bit'}[/]")
+    rows = [
+        {"run": r.name, "requests": r.requests, "slab_bytes": r.layout.slab_bytes, "pages_lost": r.lost, "missing": r.missing,
+         "hit_rate": r.hit_rate, "ms_per_step": r.seconds * 1e3, "tokens_per_s": r.tokens_per_s}
+        for r in runs.values()
+    ]  # fmt: skip
+    print(json.dumps({"card": jax.devices()[0].device_kind, "context": args.context, "layers": config.num_hidden_layers,
+                      "runs": rows, "ratios": ratios(runs), "differences": faults}))  # fmt: skip
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Args, description=__doc__)))
+    except (ConfigError, FfiError, TierError) as error:
+        print(f"bench_decode: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,38 @@
+"""`scripts/bench_decode.py` on a tiny model: its runs are comparable, and a difference would be seen."""
+
+import json
+import pathlib
+import runpy
+
+import numpy as np
+import pytest
+from runs import run_script
+
+SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
+SMALL = ("--context", 3_000, "--resident-requests", 2, "--most-requests", 4, "--steps", 8, "--warmup", 1, "--calls", 2)
+
+
+@pytest.mark.perf
+def test_tiered_holds_more_and_equals_all_resident(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    code, out, err = run_script("bench_decode.py", *SMALL, capsys=capsys)
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    runs = {run["run"]: run for run in result["runs"]}
+    assert result["differences"] == [] and runs["tiered"]["requests"] > runs["resident"]["requests"]
+    assert runs["tiered"]["slab_bytes"] == runs["resident"]["slab_bytes"] < runs["all resident"]["slab_bytes"]
+    assert runs["tiered"]["pages_lost"] > 0.5 and runs["tiered"]["missing"] > 0 and runs["same, tiered"]["pages_lost"] == 0
+
+
+def test_a_difference_between_runs_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    script = runpy.run_path(str(SCRIPTS / "bench_decode.py"), run_name="bench_decode")
+
+    def run(tokens: bytes, logit: float):
+        made = script["Run"]("", "", None, 1)
+        made.tokens, made.logits = [tokens], np.array([logit], np.float32)
+        return made
+
+    pairs = {"same, tiered": run(b"a", 0.0), "resident": run(b"a", -0.0), "tiered": run(b"a", 1), "all resident": run(b"b", 1)}
+    assert script["differences"](pairs) == ["same, tiered differs from resident", "tiered differs from all resident"]
+    assert script["differences"](pairs | {"resident": run(b"a", 0.0), "all resident": run(b"a", 1)}) == []
