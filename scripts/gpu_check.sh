@@ -8,8 +8,8 @@
 # PYTHON    the interpreter (python3)
 # WHEELS    folder of wheels for what this machine's python lacks (tyro, beartype, ...); installed beside it, not into it
 # SANITIZE  1: compute-sanitizer memcheck and racecheck on the small gpu tests, as a fifth stage
-# STAGES    which stages run: "build test bench generate" by default
-# BENCH, PYTEST   further arguments of those stages
+# STAGES    which stages run: "build test bench generate" by default; "decode" (scripts/bench_decode.py) takes minutes more
+# BENCH, PYTEST, DECODE   further arguments of those stages
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3}
@@ -99,7 +99,7 @@ if wanted test; then
   grep -E "^(FAILED|ERROR|E  )|passed|failed|^[0-9.]+s (call|setup)" "$OUT/test.log" | cut -c1-180 | tail -n 60
 fi
 
-if lacks tyro && { wanted bench || wanted generate; }; then
+if lacks tyro && { wanted bench || wanted generate || wanted decode; }; then
   echo "tyro is missing: scripts/bench_kernels.py and scripts/generate.py cannot run; carry its wheels (see WHEELS)"
   summary+=("bench      SKIPPED, generate SKIPPED: no tyro")
   failed=1
@@ -112,6 +112,11 @@ else
   if wanted generate; then
     stage generate 150 bash -c '"$0" scripts/generate.py --steps 32 >"$1/generate.json"' "$PYTHON" "$OUT"
     grep -E "verdict|tokens/s" "$OUT/generate.log" | tail -n 4
+  fi
+  if wanted decode; then
+    # shellcheck disable=SC2086
+    stage decode "${DECODE_SECONDS:-420}" bash -c '"$0" scripts/bench_decode.py "${@:2}" >"$1/decode.json"' "$PYTHON" "$OUT" ${DECODE:-}
+    cat "$OUT/decode.log"
   fi
 fi
 
