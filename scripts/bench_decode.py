@@ -201,6 +201,8 @@ def measure(run: Run, model: DeepseekV4, args: Args) -> None:
         run.missing = float(counts[3] / counts.sum())
         asked = counts[HIT_OR_MISS].sum()
         run.hit_rate = float(counts[2] / asked) if asked else None
+    missing = "" if run.missing is None else f", {run.missing:.1%} missing"
+    stderr.print(f"    {run.seconds * 1e3:.3f} ms a step, {run.tokens_per_s:,.0f} tokens/s{missing}")
 
 
 def differences(runs: dict[str, Run]) -> list[str]:
