@@ -8,10 +8,10 @@ Five runs of one model and one context length, each a jitted loop of decode step
     no copies     the same with the swap-in of missing rows left out (wrong numbers, right time): the price of the link
     all resident  the same requests on a slab that holds them all: what nothing but more memory could give
 
-All tokens, and the first call's logits bit for bit, of `same, tiered` are compared with `resident`, those of `tiered` with
-`all resident`; a difference is exit code 1. Times are medians of calls after warm-up. Prompts are random rows whose index keys
-have lengths spread so that exact LRU misses about as often as published traces say (hisparse.md 14): look at the column of
-misses before the times.
+Every run computes index scores and top-k, then reads what a seeded trace of published locality selects instead
+(`hisparse_jax.traces`; `--selections scored` keeps the model's own): random weights have no locality. All tokens, and the first
+call's logits bit for bit, of `same, tiered` are compared with `resident`, those of `tiered` with `all resident`; a difference is
+exit code 1. Times are medians of calls after warm-up.
 The table for people goes to stderr, the last line of stdout is JSON. On a CPU the model is tiny: a check that the script works.
 
     .venv/bin/python scripts/bench_decode.py --layers 8 --context 32768 --resident-requests 16
@@ -23,7 +23,7 @@ import json
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
@@ -32,24 +32,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from device_times import device_times
 from filled_cache import filled
 from rich.console import Console
 from rich.table import Table
 
 from hisparse_jax import decode, resident, transfer
 from hisparse_jax.capacity import min_gpu_blocks
-from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig, preset
+from hisparse_jax.config import C4, CacheConfig, ConfigError, ModelConfig, preset
 from hisparse_jax.ffi import FfiError
 from hisparse_jax.generation import resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
-from hisparse_jax.model.blocks import DeepseekV4
+from hisparse_jax.model.blocks import Attention, DeepseekV4
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import TierError
+from hisparse_jax.traces import make_trace
 from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True, width=140)
 HIT_OR_MISS = slice(2, 4)
 """Hot hits and misses in `tiered.COUNT_NAMES`."""
+MOST_KERNELS = 14
+"""Kernels listed of each run by `--profile`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +74,10 @@ class Args:
     """Calls before the first one that counts: a cold hot buffer misses everything."""
     calls: int = 20
     """Calls that count."""
-    spread: float = 0.6
-    """Spread of the index keys' lengths (`filled_cache.filled`)."""
+    selections: Literal["traced", "scored"] = "traced"
+    """Entries that attention reads: those of a trace of published locality, or the best scored ones of random weights."""
+    profile: bool = False
+    """Also list what the GPU was busy with in one call of each run."""
     reclaim: str = "base"
     only: str = ""
     """Runs whose name contains this, or one of these, parted by commas."""
@@ -98,6 +104,8 @@ class Run:
     hit_rate: float | None = None
     lost: float = 0.0
     """Pages lost as a share of all pages."""
+    kernels: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    """Kernel to its launches and microseconds in a step."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -116,7 +124,7 @@ def model_of(args: Args) -> ModelConfig:
 
 def plan(args: Args, model: ModelConfig) -> list[Run]:
     """Every run's layout: one slab for all but the last."""
-    steps = (args.warmup + args.calls) * args.steps
+    steps = (args.warmup + args.calls + args.profile) * args.steps
     few, many = args.resident_requests, args.most_requests
     limit = args.context + steps
     cache = CacheConfig(
@@ -152,29 +160,58 @@ def skip_copies(slab, *_, **__):
     return slab
 
 
-def compile_run(run: Run, model: DeepseekV4, state: Any, args: Args) -> Any:
+def selections(run: Run, args: Args) -> np.ndarray:
+    """i32[L4, steps, B, K]: a trace per layer and request. Requests share two walks, each under entry numbers of its own."""
+    model, steps, batch = run.layout.model, (args.warmup + args.calls + args.profile) * args.steps, run.layout.cache.max_requests
+    entries, picked = args.context // C4, []
+    for layer in model.c4_layers:
+        walks = make_trace(steps, 2, model.index_topk, entries, 2 * model.index_topk, seed=args.seed + layer).topk
+        rng = np.random.default_rng([args.seed, layer])
+        names = np.stack([rng.permutation(entries).astype(np.int32) for _ in range(batch)])
+        rows = np.take_along_axis(names[None], walks[:, np.arange(batch) % 2], axis=2)
+        picked.append(np.sort(rows, axis=-1))
+    return np.stack(picked)
+
+
+def traced(picked: jax.Array, context: int):
+    """`Attention._select` with the scores' selection replaced, once computed, by that of a trace."""
+    scored = Attention._select
+
+    def select(self, x, qr, span, cache, led, layout):
+        own = scored(self, x, qr, span, cache, led, layout)
+        number = layout.model.c4_layers.index(self.layer)
+        rows = picked[number, jnp.maximum(span.start - context, 0), span.slots][:, None]
+        return own.replace(indices=jnp.where(own.indices < -1, own.indices, jnp.where(span.valid[..., None], rows, -1)))
+
+    return select
+
+
+def compile_run(run: Run, model: DeepseekV4, state: Any, picked: jax.Array | None, args: Args) -> Any:
     """The decode call of a run, compiled for the shapes of `state`."""
     module = decode if run.twin == "tiered" else resident
     plain = inspect.unwrap(module.decode_steps)
 
-    def call(model, state, num_steps):
-        return plain(model, state, num_steps, layout=run.layout, max_steps=args.steps, return_logits=True)
+    def call(model, state, num_steps, picked):
+        select = Attention._select if picked is None else traced(picked, args.context)
+        with mock.patch.object(Attention, "_select", select):
+            return plain(model, state, num_steps, layout=run.layout, max_steps=args.steps, return_logits=True)
 
     with mock.patch.object(transfer, "swap_in", transfer.swap_in if run.copies else skip_copies):
-        return jax.jit(call, donate_argnums=1).lower(model, state, jnp.int32(args.steps))
+        return jax.jit(call, donate_argnums=1).lower(model, state, jnp.int32(args.steps), picked).compile()
 
 
 def measure(run: Run, model: DeepseekV4, args: Args) -> None:
     """Fills a cache, compiles, warms up, times; keeps what there is to compare."""
-    steps = (args.warmup + args.calls) * args.steps
+    steps = (args.warmup + args.calls + args.profile) * args.steps
     begin = time.perf_counter()
-    state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=steps, seed=args.seed, spread=args.spread)
+    state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=steps, seed=args.seed)
+    picked = jnp.asarray(selections(run, args)) if args.selections == "traced" else None
     jax.block_until_ready(state)
     filled_at = time.perf_counter()
     if isinstance(state, TieredState):
         lost = np.asarray(state.ledger.pages_lost).sum()
         run.lost = float(lost) / (run.requests * run.layout.num_pages(args.context))
-    compiled = compile_run(run, model, state, args).compile()
+    compiled = compile_run(run, model, state, picked, args)
     compiled_at = time.perf_counter()
     stderr.print(
         f"{run.name}: {run.requests} requests, filled in {filled_at - begin:.0f} s, compiled in {compiled_at - filled_at:.0f} s"
@@ -182,7 +219,7 @@ def measure(run: Run, model: DeepseekV4, args: Args) -> None:
     times, counts, num_steps = [], np.zeros(5, np.int64), jnp.int32(args.steps)
     for number in range(args.warmup + args.calls):
         begin = time.perf_counter()
-        state, output, status = compiled(model, state, num_steps)
+        state, output, status = compiled(model, state, num_steps, picked)
         jax.block_until_ready(output.tokens)
         seconds = time.perf_counter() - begin
         if np.asarray(status).any():
@@ -194,6 +231,10 @@ def measure(run: Run, model: DeepseekV4, args: Args) -> None:
             times.append(seconds / args.steps)
             if output.counts is not None:
                 counts += np.asarray(output.counts).sum(axis=(0, 1))
+    if args.profile:
+        with device_times() as kernels:
+            state, output, _ = jax.block_until_ready(compiled(model, state, num_steps, picked))
+        run.kernels = {name: (len(us) / args.steps, float(us.sum()) / args.steps) for name, us in kernels.items()}
     if isinstance(state, TieredState) and np.asarray(state.homeless).any():
         raise TierError(f"{run.name}: selected entries stand in no tier.")
     run.seconds = float(np.median(times))
@@ -211,8 +252,13 @@ def differences(runs: dict[str, Run]) -> list[str]:
     for one, other in (("same, tiered", "resident"), ("tiered", "all resident")):
         if one in runs and other in runs:
             left, right = runs[one], runs[other]
-            if left.tokens != right.tokens or not left.logits.size or left.logits.tobytes() != right.logits.tobytes():
-                found.append(f"{one} differs from {other}")
+            rows = (left.logits.view(np.uint32) != right.logits.view(np.uint32)).any(axis=-1)
+            if left.tokens != right.tokens or not left.logits.size or rows.any():
+                where = [f"request {r} from step {np.flatnonzero(row)[0]}" for r, row in enumerate(rows) if row.any()]
+                most = np.abs(left.logits - right.logits).max(initial=0)
+                found.append(
+                    f"{one} differs from {other}: {rows.sum()} of {rows.size} logit rows, by {most:.1e} at most; {where[:6]}"
+                )
     return found
 
 
@@ -248,6 +294,13 @@ def report(runs: dict[str, Run], args: Args) -> None:
         slab = f"{run.layout.slab_bytes / 2**30:.2f}"
         table.add_row(run.name, str(run.requests), slab, *share, f"{run.seconds * 1e3:.3f}", f"{run.tokens_per_s:,.0f}")
     stderr.print(table)
+    for run in runs.values():
+        busy = sum(us for _, us in run.kernels.values())
+        for name, (count, us) in sorted(run.kernels.items(), key=lambda item: -item[1][1])[:MOST_KERNELS]:
+            stderr.print(f"  {run.name}: {us:9.1f} us in {count:6.1f} launches a step  {name[:80]}")
+        if busy:
+            launches = sum(count for count, _ in run.kernels.values())
+            stderr.print(f"  {run.name}: {busy:,.0f} us busy of {run.seconds * 1e6:,.0f}, {launches:,.0f} launches a step")
     for name, value in ratios(runs).items():
         what, target = TARGETS[name]
         stderr.print(f"  {value:.3f}  {what}  {target}")

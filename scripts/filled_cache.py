@@ -47,20 +47,20 @@ def filled(
             indexes = layout.model.compress_ratios[place.layer] == C4
             fmt = layout.index if indexes else layout.entry
             entries = layout.page_entries if indexes else layout.page_tokens // C128
-            options = dict(fmt=fmt, entries=entries, offset=place.offset, spread=spread if indexes else 0.0)
             for ids, blocks in _batches(names, tables.base[group, requests, pages]):
-                slab = _write_pages(slab, blocks, ids, jax.random.fold_in(key, 2 * place.layer), **options)
+                pages_of = _pages(ids, jax.random.fold_in(key, 2 * place.layer), fmt, entries, spread if indexes else 0.0)
+                slab = _write_pages(slab, blocks, pages_of, offset=place.offset)
     pools = list(state.pools) if isinstance(state, TieredState) else []
     for number, layer in enumerate(layout.model.c4_layers):
         place, of_layer = layout.resident_place(layer), jax.random.fold_in(key, 2 * layer + 1)
-        options = dict(fmt=layout.entry, entries=layout.page_entries)
-        for ids, blocks in _batches(names, tables.resident[place.group, requests, pages]):
-            slab = _write_pages(slab, blocks, ids, of_layer, offset=place.offset, spread=0.0, **options)
-        if isinstance(state, TieredState):
-            host = np.asarray(state.ledger.host_table)[requests, pages]
-            for ids, blocks in _batches(names, host):
+        blocks = tables.resident[place.group, requests, pages]
+        host = np.asarray(state.ledger.host_table)[requests, pages] if isinstance(state, TieredState) else np.zeros_like(blocks)
+        for ids, on_gpu, on_host in _batches(names, blocks, host):
+            pages_of = _pages(ids, of_layer, layout.entry, layout.page_entries, 0.0)
+            slab = _write_pages(slab, on_gpu, pages_of, offset=place.offset)
+            if isinstance(state, TieredState):
                 source = ffi.pinned_ids(np.arange(1, len(ids) + 1))
-                pools[number] = _write_host_pages(pools[number], source, ffi.pinned_ids(blocks), ids, of_layer, **options)
+                pools[number] = _write_host_pages(pools[number], pages_of, source, ffi.pinned_ids(on_host))
     state = state.replace(
         slab=slab, layers=_layers(state.layers, jax.random.fold_in(key, 2 * layout.model.num_hidden_layers), layout.entry)
     )
@@ -109,7 +109,10 @@ def _batches(*columns: np.ndarray):
         yield tuple(np.pad(part, (0, PAGES_AT_ONCE - len(part))) for part in parts)
 
 
-def _pages(names, key, fmt: RowFormat, entries: int, spread: float) -> UInt8[Array, "M page_bytes"]:
+@functools.partial(jax.jit, static_argnames=("fmt", "entries", "spread"))
+def _pages(names: Int32[Array, " M"], key, fmt: RowFormat, entries: int, spread: float) -> UInt8[Array, "M page_bytes"]:
+    """Random pages by name. A program of its own: fused with what writes them, it might round otherwise for each tier."""
+
     def one(name):
         rows, lengths = jax.random.split(jax.random.fold_in(key, name))
         values = jax.random.normal(rows, (entries, fmt.channels))
@@ -119,17 +122,15 @@ def _pages(names, key, fmt: RowFormat, entries: int, spread: float) -> UInt8[Arr
     return fmt.join_page(fmt.pack(jax.vmap(one)(names).astype(dtype)))
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "entries", "offset", "spread"), donate_argnums=0)
+@functools.partial(jax.jit, static_argnames="offset", donate_argnums=0)
 def _write_pages(
-    slab: UInt8[Array, "N stride"], blocks: Int32[Array, " M"], names: Int32[Array, " M"], key, *, fmt, entries, offset, spread
+    slab: UInt8[Array, "N stride"], blocks: Int32[Array, " M"], pages: UInt8[Array, "M page_bytes"], *, offset: int
 ) -> UInt8[Array, "N stride"]:
-    where = jnp.where(blocks == NULL_BLOCK, slab.shape[0], blocks)
-    return write_windows(slab, where, jnp.full_like(blocks, offset), _pages(names, key, fmt, entries, spread))
+    return write_windows(slab, jnp.where(blocks == NULL_BLOCK, slab.shape[0], blocks), jnp.full_like(blocks, offset), pages)
 
 
-@functools.partial(jax.jit, static_argnames=("fmt", "entries"), donate_argnums=0)
-def _write_host_pages(pool, source, destination, names: Int32[Array, " M"], key, *, fmt, entries):
-    pages = _pages(names, key, fmt, entries, 0.0)
+@functools.partial(jax.jit, donate_argnums=0)
+def _write_host_pages(pool, pages: UInt8[Array, "M page_bytes"], source, destination):
     pool, _ = ffi.backup_pages(pool, jnp.concatenate([jnp.zeros_like(pages[:1]), pages]), source, destination, offset=0)
     return pool
 
