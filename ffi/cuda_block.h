@@ -1,4 +1,4 @@
-// What one block of 1,024 threads does together. Included by .cu files only.
+// What the threads of one block do together, and how blocks are launched. Included by .cu files only.
 #ifndef HISPARSE_FFI_CUDA_BLOCK_H_
 #define HISPARSE_FFI_CUDA_BLOCK_H_
 
@@ -13,24 +13,29 @@ namespace hisparse {
 
 namespace ffi = xla::ffi;
 
-constexpr int kThreads = 1024;
-constexpr int kWarps = kThreads / 32;  // one lane per warp in the second stage of a scan
 constexpr unsigned kAllLanes = 0xffffffffu;
-static_assert(kWarps == 32);
 
-// Sum of `value` over the threads before this one; `*total` is the sum over all. One barrier inside: let
-// another one pass before `scratch`, `kWarps` words of shared memory, is used again.
-__device__ __forceinline__ int ExclusiveSum(int value, int* scratch, int* total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int sum = value;
+// Sum of `value` over the lanes up to this one.
+__device__ __forceinline__ int LaneSum(int value) {
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
-    const int before = __shfl_up_sync(kAllLanes, sum, step);
-    if (lane >= step) sum += before;
+    const int before = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value += before;
   }
+  return value;
+}
+
+// Sum of `value` over the threads before this one of a block of `kWarps` warps; `*total` is the sum over all.
+// One barrier inside: let another one pass before `scratch`, `kWarps` words of shared memory, is used again.
+template <int kWarps>
+__device__ __forceinline__ int ExclusiveSum(int value, int* scratch, int* total) {
+  static_assert(kWarps <= 32);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int sum = LaneSum(value);
   if (lane == 31) scratch[warp] = sum;
   __syncthreads();
-  const int of_warp = scratch[lane];
+  const int of_warp = lane < kWarps ? scratch[lane] : 0;
   *total = __reduce_add_sync(kAllLanes, of_warp);
   return __reduce_add_sync(kAllLanes, lane < warp ? of_warp : 0) + sum - value;
 }
@@ -40,10 +45,10 @@ inline ffi::Error CheckCuda(const char* what, const char* function, cudaError_t 
   return ffi::Error::Internal(std::string(what) + ": " + function + ": " + cudaGetErrorString(status));
 }
 
-// Launches blocks of `kThreads` in clusters of `cluster` along x, with `shared_bytes` of dynamic shared
+// Launches `blocks` of `threads` in clusters of `cluster` along x, with `shared_bytes` of dynamic shared
 // memory.
 template <typename... Parameters, typename... Arguments>
-ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks, int cluster,
+ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks, int threads, int cluster,
                   size_t shared_bytes, void (*kernel)(Parameters...), Arguments... arguments) {
   ffi::Error error = CheckCuda(what, "cudaSetDevice", cudaSetDevice(ordinal));
   if (error.failure()) return error;
@@ -59,7 +64,7 @@ ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;

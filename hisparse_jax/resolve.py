@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int32
 from hisparse_jax.config import MAX_HOT_SLOTS, ConfigError
 from hisparse_jax.hot_map import HotMap
 from pallas_kernels import resolve_topk as kernel
+from pallas_kernels.ref import Resolution
 
 RESIDENT, NEWEST, HOT_HITS, MISSES, INVALID = range(5)
 """Columns of `Resolved.counts`."""
@@ -68,18 +69,7 @@ def resolve_topk(
 
     Raises `ConfigError` where one transaction overflows the slots.
     """
-    num_slots, needed = hot_map.lru.shape[-1], topk.shape[1] * topk.shape[2]
-    if num_slots < needed:
-        raise ConfigError(f"num_hot_slots={num_slots} holds {num_slots}, one transaction needs {needed}; raise num_hot_slots.")
-    if num_slots > MAX_HOT_SLOTS:
-        raise ConfigError(f"num_hot_slots={num_slots} exceeds {MAX_HOT_SLOTS}: slot numbers are int16; lower num_hot_slots.")
-    if hot.shape[1] * page_entries < num_slots:
-        raise ConfigError(
-            f"a hot region of {hot.shape[1]} pages holds {hot.shape[1] * page_entries} rows, num_hot_slots={num_slots}; "
-            f"give it {-(-num_slots // page_entries)} pages."
-        )
-    if row_step < page_entries:
-        raise ConfigError(f"row_step={row_step} is below page_entries={page_entries}: two rows would share a number.")
+    check_sizes(topk, hot, hot_map, page_entries, row_step)
     result = kernel.resolve_topk(
         topk,
         num_entries,
@@ -95,5 +85,26 @@ def resolve_topk(
         num_host_blocks=num_host_blocks,
         implementation=implementation,
     )
+    return as_resolved(result)
+
+
+def as_resolved(result: Resolution) -> tuple[Resolved, HotMap]:
+    """A kernel's results, apart from the new map."""
     *resolved, slot_host, lru = result
     return Resolved(*resolved), HotMap(slot_host=slot_host, lru=lru)
+
+
+def check_sizes(topk: Array, hot: Array, hot_map: HotMap, page_entries: int, row_step: int) -> None:
+    """Raises `ConfigError` where a transaction overflows the slots, or rows could not be told apart."""
+    num_slots, needed = hot_map.lru.shape[-1], topk.shape[1] * topk.shape[2]
+    if num_slots < needed:
+        raise ConfigError(f"num_hot_slots={num_slots} holds {num_slots}, one transaction needs {needed}; raise num_hot_slots.")
+    if num_slots > MAX_HOT_SLOTS:
+        raise ConfigError(f"num_hot_slots={num_slots} exceeds {MAX_HOT_SLOTS}: slot numbers are int16; lower num_hot_slots.")
+    if hot.shape[1] * page_entries < num_slots:
+        raise ConfigError(
+            f"a hot region of {hot.shape[1]} pages holds {hot.shape[1] * page_entries} rows, num_hot_slots={num_slots}; "
+            f"give it {-(-num_slots // page_entries)} pages."
+        )
+    if row_step < page_entries:
+        raise ConfigError(f"row_step={row_step} is below page_entries={page_entries}: two rows would share a number.")

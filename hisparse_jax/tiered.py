@@ -5,6 +5,8 @@ step, resolves the selected entries and swaps the missing rows in. `StagedEntrie
 compact buffer and leaves hot maps alone: a chunk selects more rows than a hot region holds.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -16,7 +18,7 @@ from hisparse_jax.entries import EntryCache, Selection, rows_of
 from hisparse_jax.hot_map import HotMap
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.span import Span
-from hisparse_jax.resolve import Resolved, resolve_topk
+from hisparse_jax.resolve import Resolved
 
 COUNT_NAMES = ("resident", "newest", "hot_hits", "misses", "invalid")
 """What becomes of a selected entry; the five sum to all selected."""
@@ -89,9 +91,14 @@ class TieredEntries(HostEntries):
 
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, index = layout.resident_place(layer), layout.model.c4_layers.index(layer)
-        cache, plan = self, selection.plan
-        if not isinstance(plan, Resolved):
-            plan, hot_map = resolve_topk(
+        cache, plan, pool = self, selection.plan, self._pool(layer, layout)
+        rows: dict[str, Any] = dict(page_entries=layout.page_entries, offset=place.offset, row_step=layout.row_step)
+        if isinstance(plan, Resolved):
+            slab = transfer.swap_in(self.slab, pool, plan, layout.entry, **rows)
+        else:
+            slab, plan, hot_map = transfer.resolve_and_swap_in(
+                self.slab,
+                pool,
                 selection.indices,
                 span.num_entries(C4),
                 span.valid,
@@ -100,21 +107,12 @@ class TieredEntries(HostEntries):
                 self.host[span.slots],
                 self.hot[place.group][span.slots],
                 self.hot_maps[index],
-                page_entries=layout.page_entries,
-                row_step=layout.row_step,
+                layout.entry,
                 num_host_blocks=layout.host_blocks,
+                **rows,
             )
             maps = self.hot_maps[:index] + (hot_map,) + self.hot_maps[index + 1 :]
             cache = cache.replace(hot_maps=maps, homeless=self.homeless.at[span.slots].add(plan.num_homeless))
-        slab = transfer.swap_in(
-            self.slab,
-            self._pool(layer, layout),
-            plan,
-            layout.entry,
-            page_entries=layout.page_entries,
-            offset=place.offset,
-            row_step=layout.row_step,
-        )
         swapped = self.traffic.swapped_rows.at[span.slots].add(plan.num_misses)
         cache = cache.replace(slab=slab, traffic=self.traffic.replace(swapped_rows=swapped))
         if self.counts is not None:

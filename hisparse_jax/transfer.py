@@ -6,14 +6,15 @@ host pool is one C4 layer's, `u8[H, page_bytes]`; sizes are static. An op that w
 
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, Bool, Int32, UInt8
 
 from hisparse_jax import ffi  # noqa: F401 - from here on the CUDA kernels of its library are found
+from hisparse_jax.hot_map import HotMap
 from hisparse_jax.pages import entry_rows
-from hisparse_jax.resolve import Resolved
+from hisparse_jax.resolve import Resolved, as_resolved, check_sizes
 from hisparse_jax.rows import RowFormat
 from hisparse_jax.status import MISS
-from pallas_kernels import copy_pages, gather_rows, store_entry
+from pallas_kernels import copy_pages, gather_rows, resolve_and_gather, store_entry
 
 
 def swap_in(
@@ -44,6 +45,53 @@ def swap_in(
         row_step=row_step,
         implementation=implementation,
     )
+
+
+def resolve_and_swap_in(
+    slab: UInt8[Array, "N stride"],
+    pool: UInt8[Array, "H page_bytes"],
+    topk: Int32[Array, "B Q K"],
+    num_entries: Int32[Array, "B Q"],
+    row_valid: Bool[Array, "B Q"],
+    first_new: Int32[Array, " B"],
+    resident: Int32[Array, "B P"],
+    host: Int32[Array, "B P"],
+    hot: Int32[Array, "B HP"],
+    hot_map: HotMap,
+    fmt: RowFormat,
+    *,
+    page_entries: int,
+    offset: int,
+    row_step: int,
+    num_host_blocks: int,
+    implementation: str | None = None,
+) -> tuple[UInt8[Array, "N stride"], Resolved, HotMap]:
+    """`resolve_topk` of a layer, then `swap_in` by its plan; one kernel on CUDA where it is built. `(slab, resolved, map)`.
+
+    The same bytes as the two calls, which a layer that follows another's plan still makes apart.
+    """
+    check_sizes(topk, hot, hot_map, page_entries, row_step)
+    slab, result = resolve_and_gather.resolve_and_gather(
+        pool,
+        slab,
+        topk,
+        num_entries,
+        row_valid,
+        first_new,
+        resident,
+        host,
+        hot,
+        hot_map.slot_host,
+        hot_map.lru,
+        value_bytes=fmt.value_bytes,
+        scale_bytes=fmt.scale_bytes,
+        page_entries=page_entries,
+        offset=offset,
+        row_step=row_step,
+        num_host_blocks=num_host_blocks,
+        implementation=implementation,
+    )
+    return slab, *as_resolved(result)
 
 
 class Staged(struct.PyTreeNode):

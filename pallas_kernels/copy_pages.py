@@ -1,7 +1,7 @@
 """Whole pages from the slab to the host pool, planned inside a loop (lazy spill). Reference: `ref.copy_pages`.
 
 One program of one warpgroup copies a piece of 4,096 bytes of one page; the last piece overlaps the one before it. By CUDA
-(`ffi/row_kernels.cu`) a warp copies 2,048 bytes, and null pairs cost no program.
+(`ffi/copy_pages.cu`) a warp copies 2,048 bytes, and null pairs cost no program.
 `page_bytes` each way per page; addresses are 64-bit. The pool is the only result.
 """
 

@@ -3,7 +3,7 @@
 A plan is mostly -1, and the misses of one request stand side by side: a fixed number of programs share it, so no request is
 served by one program. A row is two windows, values and scales: `row_bytes` each way per row, and `8 * M` bytes of ids. Places
 are (block, byte) pairs; addresses are 64-bit. By Pallas a program of one warpgroup copies a row at a time, item i by program
-`i % num_programs`; by CUDA (`ffi/row_kernels.cu`) a warp copies several, in words of 16 bytes, and where the wanted items are
+`i % num_programs`; by CUDA (`ffi/gather_rows.cu`) a warp copies several, in words of 16 bytes, and where the wanted items are
 counted, blocks share those alone.
 """
 

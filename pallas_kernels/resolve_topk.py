@@ -2,7 +2,7 @@
 
 One Pallas program takes a request. It compares every reference with every slot and with every reference, a tile at a time:
 `R * (S + R)` comparisons, no table and no atomics. What one lane needs from another goes through scratch in global memory.
-A request that wants no hot slot reads neither map nor LRU. `ffi/resolve_topk.cu` looks slots up in a table of the
+A request that wants no hot slot reads neither map nor LRU. `ffi/resolve_kernel.h` looks slots up in a table of the
 references, in shared memory.
 """
 
@@ -147,6 +147,15 @@ def _kernel(
     num_homeless_ref[request] = total(wanted & ~valid)
 
 
+def result_types(topk: jax.Array, slot_host: jax.Array, lru: jax.Array) -> list[jax.ShapeDtypeStruct]:
+    """Shapes of the results of a kernel, in the order of `Resolution`; `rows` as `[B, R]`."""
+    batch, query_rows, top_k = topk.shape
+    num_refs = query_rows * top_k
+    widths = [(num_refs,), (query_rows,), (num_refs,), (num_refs,), (num_refs,), (), (5,), ()]
+    tables = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (slot_host, lru)]
+    return [*(jax.ShapeDtypeStruct((batch, *width), jnp.int32) for width in widths), *tables]
+
+
 @functools.partial(
     jax.jit,
     static_argnames=("page_entries", "row_step", "num_host_blocks", "implementation", "tile", "num_warps", "interpret"),
@@ -180,9 +189,7 @@ def resolve_topk(
     num_refs, num_slots = query_rows * top_k, slot_host.shape[1]
     static = dict(page_entries=page_entries, row_step=row_step, num_host_blocks=num_host_blocks)
     operands = (topk, num_entries, row_valid, first_new, resident, host, hot, slot_host, lru)
-    widths = [(num_refs,), (query_rows,), (num_refs,), (num_refs,), (num_refs,), (), (5,), ()]  # in the order of Resolution
-    new_tables = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (slot_host, lru)]
-    out_types = [*(jax.ShapeDtypeStruct((batch, *width), jnp.int32) for width in widths), *new_tables]
+    out_types = result_types(topk, slot_host, lru)
 
     def resolution(results):
         results = Resolution(*results)

@@ -2,7 +2,7 @@
 
 One Pallas program takes a row: the k-th largest score by bisection over its bits, at most 32 counts of the row, then each
 selected entry to its place by a prefix sum. A row of one tile is read once and kept; a longer one is read in every pass.
-`ffi/topk_select.cu` reads a row once, `4 * N` bytes, in one block or in a cluster of them.
+`ffi/topk_select.cu` reads a row once, `4 * N` bytes, twice beyond 32,768 scores a block; one block takes a row, or some share it.
 """
 
 import functools
@@ -20,8 +20,9 @@ from pallas_kernels.choice import choose
 MAX_TILE = 32_768
 """Scores that a Pallas program keeps in registers."""
 
-CTA_CANDIDATES, MAX_CTAS, CTAS = 32_768, 8, 128
-"""Of the CUDA kernel: scores that a block keeps in registers, blocks of a cluster, and how many blocks fill a GPU."""
+CTA_CANDIDATES, MAX_CTAS, CTAS = 65_536, 4, 132
+"""Of the CUDA kernel: a row that one block takes by itself, blocks that share a longer one at most, and how many fill a GPU.
+More blocks a row were slower on an H200 (docs/measurements.md): they meet at a barrier that costs a microsecond."""
 
 _NO_CANDIDATE = np.iinfo(np.int32).min
 _WORST = 0x807FFFFF - 2**32  # the key of -inf
@@ -83,9 +84,9 @@ def _kernel(scores_ref, lengths_ref, selected_ref, *, size: int, k: int, tile: i
 
 
 def _ctas_per_row(num_rows: int, size: int) -> int:
-    """Enough blocks to keep a row in registers, and more while they leave no block waiting and have 8,192 scores each."""
+    """One block a row, several for long rows while they leave no block waiting."""
     ctas = 1
-    while ctas < MAX_CTAS and (size > ctas * CTA_CANDIDATES or (2 * ctas * num_rows <= CTAS and size >= 2 * ctas * 8_192)):
+    while ctas < MAX_CTAS and size > CTA_CANDIDATES and 2 * ctas * num_rows <= CTAS:
         ctas *= 2
     return ctas
 

@@ -164,3 +164,14 @@ def host_table(s: Sizes, batch: int) -> np.ndarray:
     """Each request owns 512 host blocks side by side in no order: the pool as allocation leaves it."""
     rng = np.random.default_rng(3)
     return np.stack([1 + i * s.num_pages + rng.permutation(s.num_pages) for i in range(batch)]).astype(np.int32)
+
+
+def slab_of(s: Sizes, batch: int, fmt: RowFormat) -> jax.Array:
+    return jnp.full((1 + batch * s.hot_pages, s.layers_in_block * fmt.page_bytes(ENTRIES)), 0xA5, jnp.uint8)
+
+
+def gather_place(s: Sizes, fmt: RowFormat) -> dict[str, int]:
+    return dict(
+        value_bytes=fmt.value_bytes, scale_bytes=fmt.scale_bytes, page_entries=ENTRIES,
+        offset=s.layer * fmt.page_bytes(ENTRIES), row_step=ENTRIES * s.layers_in_block,
+    )  # fmt: skip

@@ -124,8 +124,9 @@ if [[ ${SANITIZE:-0} == 1 ]]; then
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   for tool in memcheck racecheck; do
     stage "$tool" "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-      "$PYTHON" -m pytest -m gpu -q -x -k "${SANITIZE_TESTS:-(small and cuda and fp8) or cuda-1-4-8-4 or cuda-40-7}" \
-      "${pytest_options[@]}" $(has xdist && echo "-n=0") tests/test_transfer_gpu.py tests/test_resolve_gpu.py tests/test_topk_select_gpu.py
+      "$PYTHON" -m pytest -m gpu -q -x -k "${SANITIZE_TESTS:-(small and cuda and fp8) or (small_steps and cuda) or small_rows or (equals_resolve and small and fp8)}" \
+      "${pytest_options[@]}" $(has xdist && echo "-n=0") \
+      tests/test_transfer_gpu.py tests/test_resolve_gpu.py tests/test_topk_select_gpu.py tests/test_resolve_and_gather_gpu.py
     grep -E "ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|not supported" "$OUT/$tool.log" | tail -n 4
   done
 fi

@@ -66,6 +66,21 @@ def test_equals_both_references_over_adversarial_steps(implementation, query_row
     chex.assert_trees_all_equal(result, on_cpu(steps, hot_map, **static))
 
 
+@pytest.mark.parametrize(("query_rows", "top_k", "num_slots", "entries"), [(1, 8, 16, 4), (2, 5, 13, 4), (3, 100, 301, 16)])
+def test_small_steps_equal_the_reference(implementation, query_rows, top_k, num_slots, entries):
+    """Few enough steps for a race checker; no loop around them."""
+    rng, batch, num_pages = np.random.default_rng(0), 4, max(6, 2 * num_slots // entries)
+    static: dict[str, Any] = dict(page_entries=entries, row_step=2 * entries, num_host_blocks=8 * num_pages)
+    steps = adversarial_steps(rng, 3, batch, query_rows, top_k, num_slots, num_pages, entries, 8 * num_pages)
+    maps = {how: init_hot_map(batch, num_slots) for how in (implementation, "xla")}
+    for t in range(3):
+        tables, results = [values[t] for values in steps[:-2]], {}
+        for how in maps:
+            results[how], maps[how] = resolve_topk(*tables, hot_map=maps[how], implementation=how, **static)
+        chex.assert_trees_all_equal(results[implementation], results["xla"])
+        chex.assert_trees_all_equal(maps[implementation], maps["xla"])
+
+
 @pytest.mark.parametrize("num_slots", [512, 1_000, 4_096, 32_768])
 def test_a_trace_ends_in_the_oracles_tables(implementation, num_slots):
     batch, top_k, entries, num_steps = 4, 512, 64, 60

@@ -35,13 +35,27 @@ def scores_of(kind: str, rng, rows: int, size: int) -> np.ndarray:
         "equal": lambda: np.zeros_like(scores),
         "rising": lambda: np.broadcast_to(column, scores.shape),
         "falling": lambda: np.broadcast_to(-column, scores.shape),
-        "mostly zero": lambda: np.where(rng.random(scores.shape) < 0.99, 0.0, scores).astype(np.float32),
-        "one block": lambda: np.where(column < size // 50 + 1, 1e6 + column, scores).astype(np.float32),
-        "any bits": lambda: rng.integers(0, 2**32, scores.shape, np.uint32).view(np.float32),
+        "mostly_zero": lambda: np.where(rng.random(scores.shape) < 0.99, 0.0, scores).astype(np.float32),
+        "one_block": lambda: np.where(column < size // 50 + 1, 1e6 + column, scores).astype(np.float32),
+        "negative": lambda: scores - 8.0,
+        "outliers": lambda: np.where(rng.random(scores.shape) < 0.001, scores * 1e30, scores).astype(np.float32),
+        "any_bits": lambda: rng.integers(0, 2**32, scores.shape, np.uint32).view(np.float32),
     }[kind]()
 
 
-KINDS = ["normal", "ties", "special", "equal", "rising", "falling", "mostly zero", "one block", "any bits"]
+KINDS = [
+    "normal",
+    "ties",
+    "special",
+    "equal",
+    "rising",
+    "falling",
+    "mostly_zero",
+    "one_block",
+    "negative",
+    "outliers",
+    "any_bits",
+]
 
 
 def lengths_of(rng, rows: int, size: int, k: int) -> np.ndarray:
@@ -57,10 +71,25 @@ def test_equals_the_reference_on_the_same_device(select, size, k):
         chex.assert_trees_all_equal(select(scores, lengths, k), topk_select(scores, lengths, k, implementation="xla"))
 
 
+@pytest.mark.parametrize(("size", "k", "ctas"), [(40, 7, 1), (1_500, 64, 1), (5_000, 512, 2), (40_000, 512, 1)])
+def test_small_rows_by_cuda_equal_the_reference(size, k, ctas):
+    """Few enough rows for a race checker: every way through the kernel, rows of one kind at a time."""
+    ffi.load_library()
+    if "topk_select" not in cuda_kernels.registered():
+        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
+    rng, lengths = np.random.default_rng(size), jnp.asarray([size, size - 3])
+    for kind in ("normal", "equal", "mostly_zero", "special"):
+        scores = scores_of(kind, rng, 2, size)
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = topk_select(jnp.asarray(scores), jnp.asarray(np.asarray(lengths)), k, implementation="xla")
+        got = topk_select(jnp.asarray(scores), lengths, k, implementation="cuda", ctas_per_row=ctas)
+        chex.assert_trees_all_equal(np.asarray(got), np.asarray(expected))
+
+
 @pytest.mark.parametrize(("size", "k"), [(65_536, 2_048), (262_144, 512), (262_147, 512), (325_000, 512)])
 def test_equals_the_reference_far_out(select, size, k):
     rng = np.random.default_rng(size)
-    for kind in ("normal", "ties", "mostly zero", "falling"):
+    for kind in ("normal", "ties", "mostly_zero", "falling"):
         scores, lengths = jnp.asarray(scores_of(kind, rng, 9, size)), jnp.asarray(lengths_of(rng, 9, size, k))
         chex.assert_trees_all_equal(select(scores, lengths, k), topk_select(scores, lengths, k, implementation="xla"))
 

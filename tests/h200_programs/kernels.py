@@ -13,7 +13,6 @@ from h200 import Compiled, assert_in_place, compile_for_h200, copies_of, spec
 
 from hisparse_jax import pages, transfer
 from hisparse_jax.hot_map import HotMap
-from hisparse_jax.resolve import resolve_topk
 from hisparse_jax.rows import Fp8EntryRows, PlainRows, RowFormat
 from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.gather_rows import gather_rows
@@ -79,19 +78,11 @@ def decode_like(pool, slab, hot_map, scores, data, rows, host_rows, slab_blocks,
         slab = pages.write_rows(slab, rows, data, FP8, **place)
         pool = transfer.back_up_rows(pool, data, host_rows, FP8, page_entries=ENTRIES)
         topk = topk_select(scores, lengths, TOP_K)[:, None]
-        valid = lengths[:, None] > 0
-        resolved, hot_map = resolve_topk(
-            topk,
-            lengths[:, None],
-            valid,
-            new,
-            *tables,
-            hot_map=hot_map,
-            page_entries=ENTRIES,
-            row_step=384,
-            num_host_blocks=HOST_BLOCKS,
+        bounds, valid = lengths[:, None], lengths[:, None] > 0
+        slab, resolved, hot_map = transfer.resolve_and_swap_in(
+            slab, pool, topk, bounds, valid, new, *tables, hot_map=hot_map, fmt=FP8, num_host_blocks=HOST_BLOCKS, **place
         )
-        slab = transfer.swap_in(slab, pool, resolved, FP8, **place)
+        slab = transfer.swap_in(slab, pool, resolved, FP8, **place)  # a follower's
         read = pages.read_rows(slab, resolved.rows, FP8, **place)
         pool = transfer.back_up_pages(pool, slab, slab_blocks, host_blocks, FP8, page_entries=ENTRIES, offset=37_440)
         return pool, slab, hot_map, seen + read.astype(jnp.int32).sum()
