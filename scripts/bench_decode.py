@@ -1,17 +1,17 @@
 """What do the tiers cost, and what do they buy? Decode of long requests through the tiers beside the fully resident twin.
 
-Five runs of one model and one context length, each a jitted loop of decode steps over a filled cache (no prompt is computed):
+Six runs of one model and one context length, each a jitted loop of decode steps over a filled cache (no prompt is computed):
 
     resident      as many requests as the slab holds when everything must fit
-    same, tiered  the same requests on the same slab through the tiers: nothing is lost, so this is the price of the machinery
+    same-tiered   the same requests on the same slab through the tiers: nothing is lost, so this is the price of the machinery
     tiered        as many requests as the same slab holds when history may leave
-    no copies     the same with the swap-in of missing rows left out (wrong numbers, right time): the price of the link
-    all resident  the same requests on a slab that holds them all: what nothing but more memory could give
+    no-copies     the same with the swap-in of missing rows left out (wrong numbers, right time): the price of the link
+    all-resident  the same requests on a slab that holds them all: what nothing but more memory could give
+    all-tiered    those through the tiers: nothing is lost
 
 Every run computes index scores and top-k, then reads what a seeded trace of published locality selects instead
 (`hisparse_jax.traces`; `--selections scored` keeps the model's own): random weights have no locality. All tokens, and the first
-call's logits bit for bit, of `same, tiered` are compared with `resident`, those of `tiered` with `all resident`; a difference is
-exit code 1. Times are medians of calls after warm-up.
+call's logits bit for bit, are compared with the resident twin's of the same requests; a difference is exit code 1. Times are medians of calls after warm-up.
 The table for people goes to stderr, the last line of stdout is JSON. On a CPU the model is tiny: a check that the script works.
 
     .venv/bin/python scripts/bench_decode.py --layers 8 --context 32768 --resident-requests 16
@@ -52,6 +52,8 @@ from hisparse_jax.weights import init_weights
 stderr = Console(stderr=True, width=140)
 HIT_OR_MISS = slice(2, 4)
 """Hot hits and misses in `tiered.COUNT_NAMES`."""
+PAIRS = ("same-tiered", "resident"), ("all-tiered", "all-resident"), ("tiered", "all-resident")
+"""Runs that must be equal, bit for bit."""
 MOST_KERNELS = 14
 """Kernels listed of each run by `--profile`."""
 
@@ -65,7 +67,7 @@ class Args:
     context: int = 32_768
     """Tokens of each request before the first step."""
     resident_requests: int = 16
-    """Requests that the slab holds when everything must fit; the budget of all runs but `all resident`."""
+    """Requests that the slab holds when everything must fit; the budget of all runs but `all-resident`."""
     most_requests: int = 64
     """Request slots of the tiered run: a power of two."""
     steps: int = 16
@@ -80,7 +82,7 @@ class Args:
     """Also list what the GPU was busy with in one call of each run."""
     reclaim: str = "base"
     only: str = ""
-    """Runs whose name contains this, or one of these, parted by commas."""
+    """Names of the runs to make, parted by commas; all where empty."""
     seed: int = 0
 
 
@@ -123,7 +125,7 @@ def model_of(args: Args) -> ModelConfig:
 
 
 def plan(args: Args, model: ModelConfig) -> list[Run]:
-    """Every run's layout: one slab for all but the last."""
+    """Every run's layout: one slab for all but the last two."""
     steps = (args.warmup + args.calls + args.profile) * args.steps
     few, many = args.resident_requests, args.most_requests
     limit = args.context + steps
@@ -143,15 +145,16 @@ def plan(args: Args, model: ModelConfig) -> list[Run]:
     each = min_gpu_blocks(draft, limit) - 1
     in_flight = draft.growing_groups * draft.cache.chunk_pages
     held = min(many, (slab - 1 - in_flight) // each)
-    whole = resident_layout(tiered(many, 1 + held * draft.growing_groups * pages, held))
+    whole = tiered(many, 1 + held * draft.growing_groups * pages, held)
     same = tiered(few, slab, few)
     more = tiered(many, slab, held)
     return [
         Run("resident", "resident", resident_layout(same), few),
-        Run("same, tiered", "tiered", same, few),
+        Run("same-tiered", "tiered", same, few),
         Run("tiered", "tiered", more, held),
-        Run("no copies", "tiered", more, held, copies=False),
-        Run("all resident", "resident", whole, held),
+        Run("no-copies", "tiered", more, held, copies=False),
+        Run("all-resident", "resident", resident_layout(whole), held),
+        Run("all-tiered", "tiered", whole, held),
     ]
 
 
@@ -249,7 +252,7 @@ def measure(run: Run, model: DeepseekV4, args: Args) -> None:
 def differences(runs: dict[str, Run]) -> list[str]:
     """Pairs of runs that differ: in a token of any call, or in a bit of the first one's logits."""
     found = []
-    for one, other in (("same, tiered", "resident"), ("tiered", "all resident")):
+    for one, other in PAIRS:
         if one in runs and other in runs:
             left, right = runs[one], runs[other]
             rows = (left.logits.view(np.uint32) != right.logits.view(np.uint32)).any(axis=-1)
@@ -269,10 +272,10 @@ def ratios(runs: dict[str, Run]) -> dict[str, float]:
         return runs[one].tokens_per_s / runs[other].tokens_per_s if one in runs and other in runs else None
 
     named = {
-        "resident_step": speed("same, tiered", "resident"),
-        "swap_in_step": speed("tiered", "no copies"),
+        "resident_step": speed("same-tiered", "resident"),
+        "swap_in_step": speed("tiered", "no-copies"),
         "throughput": speed("tiered", "resident"),
-        "of_all_resident": speed("tiered", "all resident"),
+        "of_all_resident": speed("tiered", "all-resident"),
     }
     return {name: value for name, value in named.items() if value is not None}
 
@@ -308,8 +311,10 @@ def report(runs: dict[str, Run], args: Args) -> None:
 
 def main(args: Args) -> int:
     config = model_of(args)
-    wanted = [part for part in args.only.split(",") if part]
-    planned = [run for run in plan(args, config) if not wanted or any(part in run.name for part in wanted)]
+    planned, wanted = plan(args, config), [name for name in args.only.split(",") if name]
+    if unknown := sorted(set(wanted) - {run.name for run in planned}):
+        raise ConfigError(f"--only names no run {unknown[0]!r}; there are {', '.join(run.name for run in planned)}.")
+    planned = [run for run in planned if not wanted or run.name in wanted]
     dtype = jnp.float32 if planned[0].layout.cache.rows == "f32" else jnp.bfloat16
     model = DeepseekV4(config, init_weights(config, args.seed, dtype))
     runs: dict[str, Run] = {}

@@ -20,8 +20,8 @@ def test_tiered_holds_more_and_equals_all_resident(capsys, monkeypatch):
     result = json.loads(out.splitlines()[-1])
     runs = {run["run"]: run for run in result["runs"]}
     assert result["differences"] == [] and runs["tiered"]["requests"] > runs["resident"]["requests"]
-    assert runs["tiered"]["slab_bytes"] == runs["resident"]["slab_bytes"] < runs["all resident"]["slab_bytes"]
-    assert runs["tiered"]["pages_lost"] > 0.5 and runs["tiered"]["missing"] > 0 and runs["same, tiered"]["pages_lost"] == 0
+    assert runs["tiered"]["slab_bytes"] == runs["resident"]["slab_bytes"] < runs["all-resident"]["slab_bytes"]
+    assert runs["tiered"]["pages_lost"] > 0.5 and runs["tiered"]["missing"] > 0 and runs["same-tiered"]["pages_lost"] == 0
 
 
 def test_a_difference_between_runs_is_named(monkeypatch):
@@ -33,6 +33,6 @@ def test_a_difference_between_runs_is_named(monkeypatch):
         made.tokens, made.logits = [tokens], np.array([logit], np.float32)
         return made
 
-    pairs = {"same, tiered": run(b"a", 0.0), "resident": run(b"a", -0.0), "tiered": run(b"a", 1), "all resident": run(b"b", 1)}
-    assert script["differences"](pairs) == ["same, tiered differs from resident", "tiered differs from all resident"]
-    assert script["differences"](pairs | {"resident": run(b"a", 0.0), "all resident": run(b"a", 1)}) == []
+    pairs = {"same-tiered": run(b"a", 0.0), "resident": run(b"a", -0.0), "tiered": run(b"a", 1), "all-resident": run(b"b", 1)}
+    assert script["differences"](pairs) == ["same-tiered differs from resident", "tiered differs from all-resident"]
+    assert script["differences"](pairs | {"resident": run(b"a", 0.0), "all-resident": run(b"a", 1)}) == []
