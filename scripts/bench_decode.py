@@ -11,7 +11,8 @@ Six runs of one model and one context length, each a jitted loop of decode steps
 
 Every run computes index scores and top-k, then reads what a seeded trace of published locality selects instead
 (`hisparse_jax.traces`; `--selections scored` keeps the model's own): random weights have no locality. All tokens, and the first
-call's logits bit for bit, are compared with the resident twin's of the same requests; a difference is exit code 1. Times are medians of calls after warm-up.
+call's logits bit for bit, are compared with the resident twin's of the same requests; a difference is exit code 1. Times are
+medians of calls after warm-up. On a GPU a run takes about a minute, most of it XLA choosing matrix kernels.
 The table for people goes to stderr, the last line of stdout is JSON. On a CPU the model is tiny: a check that the script works.
 
     .venv/bin/python scripts/bench_decode.py --layers 8 --context 32768 --resident-requests 16

@@ -30,9 +30,11 @@ def test_a_difference_between_runs_is_named(monkeypatch):
 
     def run(tokens: bytes, logit: float):
         made = script["Run"]("", "", None, 1)
-        made.tokens, made.logits = [tokens], np.array([logit], np.float32)
+        made.tokens, made.logits = [tokens], np.full((1, 1, 1), logit, np.float32)
         return made
 
     pairs = {"same-tiered": run(b"a", 0.0), "resident": run(b"a", -0.0), "tiered": run(b"a", 1), "all-resident": run(b"b", 1)}
-    assert script["differences"](pairs) == ["same-tiered differs from resident", "tiered differs from all-resident"]
+    rounding, token = script["differences"](pairs)
+    assert rounding.startswith("same-tiered differs from resident: 1 of 1 logit rows") and "request 0 from step 0" in rounding
+    assert token.startswith("tiered differs from all-resident: 0 of 1 logit rows")
     assert script["differences"](pairs | {"resident": run(b"a", 0.0), "all-resident": run(b"a", 1)}) == []
