@@ -125,11 +125,9 @@ def gather_cases(s: Sizes) -> Iterator[Case]:
         def draw(key, launches, batch=batch, missing=missing):
             return plans(key, launches, s, batch, missing)
 
-        def step(fixed, state, inputs, variant, fmt=fmt, batch=batch, missing=missing, shape=None):
+        def step(fixed, state, inputs, variant, fmt=fmt, batch=batch, missing=missing):
             lengths = jnp.full(batch, missing, jnp.int32)
-            return gather_rows.gather_rows(
-                fixed, state, *inputs, lengths, implementation=variant, **(shape or {}), **gather_place(s, fmt)
-            ), ()
+            return gather_rows.gather_rows(fixed, state, *inputs, lengths, implementation=variant, **gather_place(s, fmt)), ()
 
         def init(fmt=fmt, batch=batch):
             return slab_of(s, batch, fmt)
@@ -140,10 +138,6 @@ def gather_cases(s: Sizes) -> Iterator[Case]:
             check_rows(s, the_pool(s, fmt), slab, host_rows, dest_rows, fmt)
 
         variants = {v: functools.partial(step, variant=v) for v in movers()}
-        if "cuda" in variants and batch > 1 and percent in (5, 20):
-            for blocks, warps, rows in ((16, 32, 2), (132, 32, 1), (264, 8, 4)):
-                shape = dict(num_programs=blocks, warps=warps, rows_in_flight=rows)
-                variants[f"cuda/{blocks}x{warps}x{rows}"] = functools.partial(step, variant="cuda", shape=shape)
         count = batch * missing * fmt.row_bytes
         yield Case(
             "gather", f"{fmt.name} B {batch}, {percent} % of {s.top_k} missing", variants, init, draw, check,
@@ -206,7 +200,7 @@ def swap_in(s: Sizes, batch: int, shape: str, *, host, tables: Callable, draw: C
         check_rows(s, the_pool(s, FP8), slab, want.host_rows, want.dest_rows, FP8)
 
     resolvers = [v for v in variants_of(resolve_topk) if v != "xla"] or ["xla"]
-    named = {f"{r} + {g}": (r, g) for r, g in [*((r, r) for r in resolvers if r in movers()), (resolvers[-1], movers()[0])]}
+    named = {f"{r} + {r}": (r, r) for r in resolvers if r in movers()}
     pairs = {name: functools.partial(step, resolve=r, gather=g) for name, (r, g) in named.items()}
     if "resolve_and_gather" in cuda_kernels.registered() and on_gpu():
         pairs = {"cuda at once": at_once} | pairs
