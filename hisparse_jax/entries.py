@@ -47,7 +47,7 @@ def rows_of(
 ) -> Int32[Array, "R *any"]:
     """Row of each request's entries `numbers` by its block table; -1 where not `real` or no block stands."""
     wanted = jnp.where(real, numbers, MISS)
-    return pages.entry_rows(wanted, table[span.slots], page_entries=page_entries, row_step=row_step)
+    return pages.entry_rows(wanted, span.of(table), page_entries=page_entries, row_step=row_step)
 
 
 class EntryCache(struct.PyTreeNode):
@@ -87,7 +87,7 @@ class EntryCache(struct.PyTreeNode):
     ) -> UInt8[Array, "R n row_bytes"]:
         """Packed index keys of `num_pages` pages from `first_page`; zero bytes where no page stands."""
         place = layout.index_place(layer)
-        table = self.base[place.group][span.slots]
+        table = span.of(self.base[place.group])
         table = jnp.pad(table, ((0, 0), (0, num_pages)), constant_values=NULL_BLOCK)
         blocks = jax.lax.dynamic_slice_in_dim(table, first_page, num_pages, axis=1)
         return pages.read_page_rows(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset)
@@ -97,7 +97,7 @@ class EntryCache(struct.PyTreeNode):
     ) -> tuple[UInt8[Array, "R n row_bytes"], Bool[Array, "R T n"]]:
         """All C128 entries of each request, zero bytes past its newest, and which of them each token sees."""
         place = layout.c128_place(layer)
-        blocks = self.base[place.group][span.slots]
+        blocks = span.of(self.base[place.group])
         rows = pages.read_page_rows(self.slab, blocks, layout.entry, page_entries=layout.page_tokens // C128, offset=place.offset)
         number = jnp.arange(rows.shape[1], dtype=jnp.int32)
         written = number[None, :] < jax.lax.div(span.start + span.count, C128)[:, None]

@@ -133,7 +133,7 @@ def decode_stretch(
         seq, layers, cache, out = carry
         at = part.first + i
         active = seq.running & granted & (seq.length < seq.limit)
-        span = make_span(jnp.arange(batch, dtype=jnp.int32), seq.length, active.astype(jnp.int32), 1)
+        span = make_span(None, seq.length, active.astype(jnp.int32), 1)
         tokens = jnp.where(active, seq.token, 0)[:, None]
         streams, layers, cache, selections = model(tokens, span, layers, cache, layout)
         logits = model.logits(streams)[:, 0]

@@ -84,7 +84,7 @@ class TieredEntries(HostEntries):
         where = rows_of(numbers, self.host, span, entries, entries, real)
         data = rows.reshape(-1, layout.entry.row_bytes)
         pool = transfer.back_up_rows(self.pools[index], data, where.reshape(-1), layout.entry, page_entries=entries)
-        mirrored = self.traffic.mirrored_rows.at[span.slots].add((where >= 0).sum(axis=1, dtype=jnp.int32))
+        mirrored = span.add(self.traffic.mirrored_rows, (where >= 0).sum(axis=1, dtype=jnp.int32))
         return cache.replace(
             pools=self.pools[:index] + (pool,) + self.pools[index + 1 :], traffic=self.traffic.replace(mirrored_rows=mirrored)
         )
@@ -103,20 +103,20 @@ class TieredEntries(HostEntries):
                 span.num_entries(C4),
                 span.valid,
                 jax.lax.div(span.start, C4),
-                self.resident[place.group][span.slots],
-                self.host[span.slots],
-                self.hot[place.group][span.slots],
+                span.of(self.resident[place.group]),
+                span.of(self.host),
+                span.of(self.hot[place.group]),
                 self.hot_maps[index],
                 layout.entry,
                 num_host_blocks=layout.host_blocks,
                 **rows,
             )
             maps = self.hot_maps[:index] + (hot_map,) + self.hot_maps[index + 1 :]
-            cache = cache.replace(hot_maps=maps, homeless=self.homeless.at[span.slots].add(plan.num_homeless))
-        swapped = self.traffic.swapped_rows.at[span.slots].add(plan.num_misses)
+            cache = cache.replace(hot_maps=maps, homeless=span.add(self.homeless, plan.num_homeless))
+        swapped = span.add(self.traffic.swapped_rows, plan.num_misses)
         cache = cache.replace(slab=slab, traffic=self.traffic.replace(swapped_rows=swapped))
         if self.counts is not None:
-            cache = cache.replace(counts=self.counts.at[index, span.slots].add(plan.counts))
+            cache = cache.replace(counts=self.counts.at[index].set(span.add(self.counts[index], plan.counts)))
         return cache._read_c4(plan.rows, place, layout), cache, selection.replace(plan=plan)
 
 
@@ -124,7 +124,7 @@ class StagedEntries(HostEntries):
     """The cache of a prefill chunk: one request, many query rows, hot maps untouched."""
 
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
-        place, picked, slot = layout.resident_place(layer), selection.indices, span.slots[0]
+        place, picked, slot = layout.resident_place(layer), selection.indices, span.rows[0]
         table = self.resident[place.group]
         staged = transfer.stage_rows(
             self._pool(layer, layout),

@@ -9,16 +9,30 @@ from jaxtyping import Array, Bool, Int32
 class Span(struct.PyTreeNode):
     """`R` requests, `T` consecutive positions each, of which the first `count` are real.
 
-    slots: i32[R]         request slot, 0..B-1; the slots of one span are distinct.
+    slots: i32[R] or None request slot of each, 0..B-1, distinct; None: all slots in order, R = B, as decode has them. No index
+                          array then stands between a table and its reader: a gather or a scatter less each time.
     start: i32[R]         position of the first token.
     count: i32[R]         real tokens, 0..T; the rest is padding: it writes nothing and its results are not used.
     positions: i32[R, T]  start + 0..T-1.
     """
 
-    slots: Int32[Array, " R"]
+    slots: Int32[Array, " R"] | None
     start: Int32[Array, " R"]
     count: Int32[Array, " R"]
     positions: Int32[Array, "R T"]
+
+    def of(self, table: Array) -> Array:
+        """The span's rows of `table[B, ...]`: `[R, ...]`."""
+        return table if self.slots is None else table[self.slots]
+
+    def add(self, totals: Array, amounts: Array) -> Array:
+        """`totals[B, ...]` with `amounts[R, ...]` added to the span's rows."""
+        return totals + amounts if self.slots is None else totals.at[self.slots].add(amounts)
+
+    @property
+    def rows(self) -> Int32[Array, " R"]:
+        """Slot of each request, spelt out."""
+        return jnp.arange(self.start.shape[0], dtype=jnp.int32) if self.slots is None else self.slots
 
     @property
     def valid(self) -> Bool[Array, "R T"]:
@@ -36,7 +50,7 @@ class Span(struct.PyTreeNode):
         return jnp.where(self.valid, jax.lax.div(self.positions + 1, ratio), 0)
 
 
-def make_span(slots: Int32[Array, " R"], start: Int32[Array, " R"], count: Int32[Array, " R"], num_tokens: int) -> Span:
+def make_span(slots: Int32[Array, " R"] | None, start: Int32[Array, " R"], count: Int32[Array, " R"], num_tokens: int) -> Span:
     """A span of `num_tokens` positions a request."""
     return Span(slots, start, count, start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :])
 
@@ -49,7 +63,7 @@ def read_ring(ring: Array, span: Span) -> Array:
     width = ring.shape[1]
     before = span.start[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
     at = jax.lax.rem(before + width, width)  # below 0 only while the sequence is shorter than the ring
-    return ring.at[span.slots[:, None], at].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return ring.at[span.rows[:, None], at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def write_ring(ring: Array, rows: Array, span: Span) -> Array:
@@ -57,6 +71,6 @@ def write_ring(ring: Array, rows: Array, span: Span) -> Array:
     batch, width = ring.shape[:2]
     end = (span.start + span.count)[:, None]
     kept = (span.positions < end) & (span.positions >= end - width)
-    slots = jnp.where(kept, span.slots[:, None], batch)
+    slots = jnp.where(kept, span.rows[:, None], batch)
     at = jax.lax.rem(span.positions, width)
     return ring.at[slots, at].set(rows, mode="drop", wrap_negative_indices=False)
