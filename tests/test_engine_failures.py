@@ -1,11 +1,10 @@
 """What fails in an engine: the request concerned hears of it, the others get their very tokens, nothing leaks."""
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
 from engines import LONG, MIDDLE, SHORT, check, check_empty, run, serve, until
+from runs import failing
 
 from hisparse_jax import decode, ffi
 from hisparse_jax.engine import End, EngineClosedError
@@ -31,18 +30,6 @@ def test_a_callback_that_raises_fails_its_request_alone():
     assert len(bad.tokens) == 1
     check(good)
     check_empty(engine)
-
-
-def failing(function, number: int, error: Exception):
-    """`function`, but for call `number` (from 1), which raises."""
-    calls = itertools.count(1)
-
-    def call(*args, **kwargs):
-        if next(calls) == number:
-            raise error
-        return function(*args, **kwargs)
-
-    return call
 
 
 OUT_OF_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")

@@ -7,11 +7,23 @@ import chex
 import jax
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 from parking_runs import BRIEF, LAYOUT, LONG, OPTIONS, PAGE, SMALL, STEPS, Engine, Request, undisturbed, values
-from runs import tight_layout
+from runs import failing, text, tight_layout
 
-from hisparse_jax.images import RequestImage, export_request, image_format, import_request
-from hisparse_jax.layout import CacheLayout
+from hisparse_jax import ffi, images
+from hisparse_jax.images import (
+    ImageError,
+    Progress,
+    RequestImage,
+    check_image,
+    export_request,
+    image_format,
+    import_request,
+)
+from hisparse_jax.layout import CacheLayout, plan_layout
+from hisparse_jax.parking import discard
+from hisparse_jax.prompts import PromptError
 from hisparse_jax.status import Status
 
 pytestmark = pytest.mark.xdist_group("parking")
@@ -24,20 +36,21 @@ WARM = {"seed": 9, "temperature": 0.9}
 
 
 def shuffled(engine: Engine, seed: int, *, first: str) -> Engine:
-    """The engine with its free blocks in random order: even ids before odd ones in all pools, or the reverse."""
+    """An empty engine with its free blocks in random order: even ids before odd ones, or the reverse; in the parking the other
+    way round."""
     rng = np.random.default_rng(seed)
 
-    def reorder(pool):
+    def reorder(pool, even: bool):
         ids = 1 + rng.permutation(len(pool.references) - 1)
-        ids = ids[np.argsort(ids % 2 == (first == "even"), kind="stable")]
+        ids = ids[np.argsort(ids % 2 == even, kind="stable")]
         ring = np.array(pool.ring)
         ring[: len(ids)] = ids
         return pool.replace(ring=jax.device_put(ring, pool.ring.sharding))
 
-    ledger, lot = engine.state.ledger, engine.parking.ledger
-    tables = ledger.tables.replace(pool=reorder(ledger.tables.pool))
-    engine.state = engine.state.replace(ledger=ledger.replace(tables=tables, host=reorder(ledger.host)))
-    engine.parking = engine.parking.replace(ledger=lot.replace(pool=reorder(lot.pool)))
+    ledger, lot, even = engine.state.ledger, engine.parking.ledger, first == "even"
+    tables = ledger.tables.replace(pool=reorder(ledger.tables.pool, even))
+    engine.state = engine.state.replace(ledger=ledger.replace(tables=tables, host=reorder(ledger.host, even)))
+    engine.parking = engine.parking.replace(ledger=lot.replace(pool=reorder(lot.pool, not even)))
     engine.poison()
     return engine
 
@@ -134,3 +147,147 @@ def test_an_image_depends_on_the_request_alone():
         chex.assert_trees_all_equal((again.pages, again.snapshot), (theirs[at].pages, theirs[at].snapshot))
         changed = dataclasses.replace(again.progress, traffic=theirs[at].progress.traffic)
         assert changed == theirs[at].progress
+
+
+# Bytes, without a model
+
+
+def noise(shape, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
+
+
+def made_up(layout: CacheLayout, length: int, **changes) -> RequestImage:
+    """An image of noise."""
+    fmt, count = image_format(layout), layout.num_pages(length)
+    pages = {name: noise((count, size), i) for i, (name, size) in enumerate(fmt.page_bytes)}
+    progress = Progress(
+        length=length, token=5, limit=700, stop_token=-1, seed=2**32 - 1, temperature=0.7, running=length > 0, host_pages=5,
+        pages_lost=1, traffic=(1, 2, 3, 4),
+    )  # fmt: skip
+    return RequestImage(pages, noise(layout.snapshot_bytes, 99), dataclasses.replace(progress, **changes), fmt)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, BASE], ids=["searched", "base"])
+def test_b7_each_kind_arrives_in_its_own_pool_at_its_own_ids(layout, monkeypatch):
+    """Chunks of two pages; ids are shuffled, odd ones on the host and even ones in the parking."""
+    monkeypatch.setattr(images, "CHUNK_PAGES", 2)
+    engine = shuffled(Engine(layout), 3, first="odd")
+    engine.admit("brief", 1, BRIEF, 5)
+    image = made_up(layout, 5 * PAGE - 1)
+    before = values((engine.state, engine.parking))
+    engine.state, engine.parking, place, status = import_request(engine.state, engine.parking, image, layout)
+    assert (place, status) == (0, Status.OK) and place is not None
+    engine.check()
+    lot = values(engine.parking.ledger)
+    host, parked = lot.host_table[0, :5], lot.base[0, :5]
+    assert lot.valid[0].tolist() == [True] * 4 + [False] * 4
+    assert set(host % 2) == {1} and 0 in parked[:4] % 2
+    pools = values(engine.state.pools)
+    for layer, pool in zip(SMALL.c4_layers, pools, strict=True):
+        np.testing.assert_array_equal(pool[host], image.pages[f"layers.{layer}.c4"])
+    for group, pool in zip(layout.base_groups, values(engine.parking.pages), strict=True):
+        for p in group:
+            kind = "c128" if p.layer in SMALL.c128_layers else "index"
+            np.testing.assert_array_equal(
+                pool[parked, p.offset : p.offset + p.page_bytes], image.pages[f"layers.{p.layer}.{kind}"]
+            )
+    np.testing.assert_array_equal(np.asarray(engine.parking.snapshots)[1], image.snapshot)
+    for pool, old in zip(pools, before[0].pools, strict=True):
+        others = np.setdiff1d(np.arange(1, len(pool)), host)
+        np.testing.assert_array_equal(pool[others], old[others])
+    chex.assert_trees_all_equal(values(engine.state.slab), before[0].slab)
+    again = export_request(engine.state, engine.parking, 0, layout)
+    assert again.progress == dataclasses.replace(image.progress, temperature=float(np.float32(0.7)))
+    full = {name: x[:4] for name, x in again.pages.items()}
+    chex.assert_trees_all_equal(full, {name: x[:4] for name, x in image.pages.items()})
+    assert not any(x[4].tobytes() == image.pages[name][4].tobytes() for name, x in again.pages.items()), (
+        "the last row is unwritten"
+    )
+
+
+def test_an_image_without_a_token_and_a_discarded_one_leave_no_trace():
+    engine = Engine()
+    image = made_up(LAYOUT, 0)
+    engine.state, engine.parking, place, _ = import_request(engine.state, engine.parking, image, LAYOUT)
+    assert place == 0 and int(engine.state.ledger.host.num_free) == LAYOUT.host_blocks - 1 - 5
+    assert not export_request(engine.state, engine.parking, 0, LAYOUT).snapshot.any(), "nothing is written at length 0"
+    engine.state, engine.parking, status = discard(engine.state, engine.parking, 0, layout=LAYOUT)
+    assert status is Status.OK
+    engine.check_empty()
+
+
+# Refusals
+
+
+def refused(engine: Engine, image: RequestImage, expected: Status) -> None:
+    before = values((engine.state.ledger, engine.parking.ledger, engine.parking.sequences, engine.parking.traffic))
+    engine.state, engine.parking, place, status = import_request(engine.state, engine.parking, image, engine.layout)
+    assert (place, status) == (None, expected)
+    after = values((engine.state.ledger, engine.parking.ledger, engine.parking.sequences, engine.parking.traffic))
+    if expected is not Status.OUT_OF_MEMORY:
+        chex.assert_trees_all_equal(after, before)
+    engine.check()
+
+
+def test_what_there_is_no_room_for_changes_nothing(monkeypatch):
+    engine = Engine()
+    image = made_up(LAYOUT, 600)
+    engine.admit("host", 0, text(1_000, vocab=128), 5)
+    engine.admit("host too", 1, text(1_000, vocab=128), 5)
+    assert int(engine.state.ledger.host.num_free) == 5
+    engine.admit("one page", 2, BRIEF[:9], 5)
+    refused(engine, image, Status.OUT_OF_HOST_BLOCKS)
+    for name in tuple(engine.requests):
+        engine.finish(name)
+    for number in (1, 3, 7):  # the ids of a chunk; then two of each chunk
+        with monkeypatch.context() as patch:
+            patch.setattr(ffi, "pinned_ids", failing(ffi.pinned_ids, number, MemoryError("no pinned memory")))
+            refused(engine, image, Status.OUT_OF_MEMORY)
+        engine.check_empty()
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", failing(jax.device_put, 2, JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")))
+        refused(engine, image, Status.OUT_OF_MEMORY)
+    engine.check_empty()
+    for _ in range(3):
+        engine.state, engine.parking, place, status = import_request(engine.state, engine.parking, image, LAYOUT)
+        assert status is Status.OK
+    refused(engine, image, Status.OUT_OF_PARKING)
+
+
+def test_what_differs_is_refused_with_both_values():
+    def other(**options) -> CacheLayout:
+        return plan_layout(SMALL, dataclasses.replace(LAYOUT.cache, **options))
+
+    image = made_up(LAYOUT, 600)
+    check_image(image, BASE)
+    wide = dataclasses.replace(SMALL, rope_theta=1e6)
+    for layout, message in (
+        (other(page_entries=64), "page_entries=32, this cache 64"),
+        (other(rows="bf16"), "rows='f32', this cache 'bf16'"),
+        (other(hadamard=True), "hadamard=False, this cache True"),
+        (plan_layout(wide, LAYOUT.cache), r"model\.rope_theta=10000\.0, this cache 1000000\.0"),
+        (other(max_model_len=512), "ends at 700 tokens, max_model_len is 512"),
+    ):
+        with pytest.raises(ImageError, match=message):
+            check_image(image, layout)
+    name, page = "layers.0.c4", image.pages["layers.0.c4"]
+    for changed, message in (
+        (
+            image.replace(pages=image.pages | {name: page[:4]}),
+            r"layers\.0\.c4 has \[4, 8192\] bytes, .* \[5, 8192\]",
+        ),
+        (image.replace(pages=image.pages | {name: page.astype(np.int8)}), r"layers\.0\.c4 has None bytes"),
+        (image.replace(snapshot=image.snapshot[1:]), "snapshot has"),
+        (image.replace(format=dataclasses.replace(image.format, version=0)), "version=0, this cache 1"),
+        (made_up(LAYOUT, 600, token=128), "token=128.* contradicts itself"),
+        (made_up(LAYOUT, 600, host_pages=4), "host_pages=4.* contradicts itself"),
+        (made_up(LAYOUT, 600, limit=599, host_pages=5), "limit=599.* contradicts itself"),
+    ):
+        with pytest.raises(ImageError, match=message):
+            check_image(changed, LAYOUT)
+    with pytest.raises(PromptError, match="temperature=nan must be a finite number"):
+        check_image(made_up(LAYOUT, 600, temperature=float("nan")), LAYOUT)
+    engine = Engine()
+    for place in (-1, 0, 3):
+        with pytest.raises(ImageError, match=rf"place {place} holds no request; those that do are \[\]"):
+            export_request(engine.state, engine.parking, place, LAYOUT)
