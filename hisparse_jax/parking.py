@@ -216,7 +216,7 @@ def _plan_resume(
     traces["parking.resume"] += 1
     ledger = seal_written(state, state.sequences.running, layout)
     short = jnp.maximum(blocks_to_resume(ledger, parking.ledger, place) - ledger.tables.pool.num_free, 0)
-    budget = spill_budget(layout)
+    budget = layout.cache.max_requests * spill_budget(layout)  # there is but one plan, so it may take all that there is
     ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
     roomy = state.replace(ledger=ledger)
     if budget:
