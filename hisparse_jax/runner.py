@@ -192,6 +192,7 @@ class Runner:
         self.state, self.parking, place, status = parking.preempt(self.state, self.parking, slot, layout=self.layout)
         if status not in (Status.OK, Status.OUT_OF_PARKING):
             raise_for_status(status, f"preemption of the request in slot {slot}")
+        jax.block_until_ready(self.parking.snapshots)
         return place
 
     def resume(self, place: int, slot: int) -> bool:
@@ -200,6 +201,7 @@ class Runner:
         self.state, self.parking, status = parking.resume(self.state, self.parking, place, slot, layout=self.layout)
         if status not in (Status.OK, Status.OUT_OF_BLOCKS):
             raise_for_status(status, f"return of the request in place {place}")
+        jax.block_until_ready(self.state.slab)
         return status is Status.OK
 
     def discard(self, place: int) -> None:
