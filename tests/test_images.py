@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
-from parking_runs import BRIEF, LAYOUT, LONG, OPTIONS, PAGE, SMALL, STEPS, Engine, Request, undisturbed, values
+from parking_runs import BRIEF, LAYOUT, LONG, ON_A_GPU, OPTIONS, PAGE, SMALL, STEPS, Engine, Request, undisturbed, values
 from runs import failing, text, tight_layout
 
 from hisparse_jax import ffi, images
@@ -105,10 +105,11 @@ def assert_goes_on(engine: Engine, name: str, at: int, **options) -> None:
     assert request.tokens == alone.tokens[len(alone.tokens) - len(request.tokens) :] and len(request.tokens) <= len(mine) + 1
 
 
-PAIRS = ((1, 3), (4, 127), (385, 387), (388, 511), (600, 639), (640, 643), (644, 659))
+PAIRS = ((384, 641), (1, 3), (4, 127), (385, 387), (388, 511), (600, 639), (640, 643), (644, 659))
 
 
-@pytest.mark.parametrize("tokens", [(384, 641), *(pytest.param(pair, marks=pytest.mark.slow) for pair in PAIRS)], ids=str)
+@pytest.mark.slow  # two layouts to compile; `test_saving.py` imports and goes on in every run
+@pytest.mark.parametrize("tokens", PAIRS, ids=str)
 def test_b9_an_import_ends_on_any_token(tokens):
     """From the base rule's packing to the searched one's, beside a request of the importer's own; ids are shuffled and
     disjoint, and what nobody owns is poison."""
@@ -129,6 +130,7 @@ def test_b9_an_import_ends_on_any_token(tokens):
     engine.check_empty()
 
 
+@pytest.mark.slow
 def test_an_image_depends_on_the_request_alone():
     """Not on ids, packing, companions or leftovers; an imported request gives the image that it came from."""
     ours, theirs = source(LAYOUT), lifted(BASE)
@@ -167,8 +169,9 @@ def made_up(layout: CacheLayout, length: int, **changes) -> RequestImage:
     return RequestImage(pages, noise(layout.snapshot_bytes, 99), dataclasses.replace(progress, **changes), fmt)
 
 
+@pytest.mark.parametrize("machine", ["any", ON_A_GPU])
 @pytest.mark.parametrize("layout", [LAYOUT, BASE], ids=["searched", "base"])
-def test_b7_each_kind_arrives_in_its_own_pool_at_its_own_ids(layout, monkeypatch):
+def test_b7_each_kind_arrives_in_its_own_pool_at_its_own_ids(layout, machine, monkeypatch):
     """Chunks of two pages; ids are shuffled, odd ones on the host and even ones in the parking."""
     monkeypatch.setattr(images, "CHUNK_PAGES", 2)
     engine = shuffled(Engine(layout), 3, first="odd")
