@@ -9,23 +9,29 @@ unfinished prompt, and decodes `call_steps` tokens of all that run; so a new pro
 What a request's failure does, and a program's, is said in `loop`.
 """
 
+import contextlib
 import dataclasses
+import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 
 import numpy as np
 
+from hisparse_jax import saving
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.loop import ServingLoop
 from hisparse_jax.metrics import Snapshot
 from hisparse_jax.model.blocks import DeepseekV4
-from hisparse_jax.requests import Completion, End, EngineBusyError, EngineClosedError, Handle, Request
+from hisparse_jax.requests import Completion, End, EngineBusyError, EngineClosedError, EngineError, Handle, Request
 from hisparse_jax.runner import Runner
 from hisparse_jax.scheduler import Scheduler, Ticket
 from hisparse_jax.tiered import COUNT_NAMES
 
-__all__ = ["Completion", "End", "Engine", "EngineBusyError", "EngineClosedError", "EngineConfig", "Handle", "Request"]
+__all__ = [
+    "Completion", "End", "Engine", "EngineBusyError", "EngineClosedError", "EngineConfig", "EngineError", "Handle", "Request",
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +70,13 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: list[Ticket] = []
         self._cancelled: list[int] = []
+        self._saves: list[tuple[pathlib.Path, Future[None]]] = []
+        self._stepping: int | None = None
+        """Thread that is in a step."""
         self._next_number = 0
         self._closing = self._abandoning = False
         self._error: BaseException | None = None
+        self._closing_seconds = 0.0
         self._snapshot = self._loop.look()
         self._thread = threading.Thread(target=self._serve, name="hisparse-engine", daemon=True) if threaded else None
         if self._thread is not None:
@@ -116,44 +126,123 @@ class Engine:
 
     def step(self) -> bool:
         """Serves what came in, then one round of everything; whether requests are left. Only with `threaded=False`."""
-        with self._wake:
-            new, self._inbox = self._inbox, []
-            cancelled, self._cancelled = self._cancelled, []
-        for ticket in new:
-            self._loop.take(ticket)
-        for number in list(self._loop.open) if self._abandoning else cancelled:
-            self._loop.cancel(number)
-        self._snapshot = self._loop.step()
+        with self._at_work():
+            self._take_in()
+            self._snapshot = self._loop.step()
         return bool(self._loop.open)
 
-    def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> None:
+    def save(self, path: pathlib.Path | str) -> None:
+        """Writes all requests that have not ended, with what was computed of them, to a new folder; they go on here.
+
+        From any thread; it is done between two steps, and this returns when all is written. One after the other they leave
+        the GPU for it and come back; where the layout parks nothing, `restore` computes them anew. Tokens that an
+        `on_token` heard are not told again. Raises `EngineError` for a folder that exists, `EngineClosedError`.
+        """
+        if self._stepping == threading.get_ident():
+            raise EngineError("save waits for the end of the step that calls it; call it from outside of on_token.")
+        done: Future[None] = Future()
+        with self._wake:
+            if self._closing or self._error is not None:
+                raise EngineClosedError("the engine is shut down and saves nothing.") from self._error
+            self._saves.append((pathlib.Path(path), done))
+            self._wake.notify_all()
+        if self._thread is None:
+            with self._at_work():
+                self._take_in()
+        done.result()
+
+    @classmethod
+    def restore(
+        cls,
+        path: pathlib.Path | str,
+        model: DeepseekV4,
+        layout: CacheLayout,
+        config: EngineConfig | None = None,
+        *,
+        threaded: bool = True,
+        on_token: Callable[[int, int], None] | None = None,
+    ) -> tuple["Engine", dict[int, Handle]]:
+        """An engine that goes on with what another has saved, and the handles of its requests by their numbers.
+
+        Tokens and logits are those that the other would have given. Budgets, packing and policies (None: the other's) may
+        differ; what finds no room in the cache yet waits outside of it. Handles begin with the tokens that there were;
+        `on_token` gets a request's number and each new one. Raises `EngineError`, before an engine is made, for a folder
+        that is damaged or does not fit model and layout.
+        """
+        saved = saving.load(pathlib.Path(path), model, layout)
+        config = config or EngineConfig(**saved.settings)
+        if config.keep_logits != saved.settings["keep_logits"]:
+            raise EngineError(
+                f"{path} was saved with keep_logits={saved.settings['keep_logits']}, config has {config.keep_logits}; a request "
+                "would have the logits of some of its tokens: restore it with the same."
+            )
+        engine = cls(model, layout, config, threaded=threaded)
+        tickets = [make(engine._cancel, on_token) for make in saved.tickets]
+        with engine._wake:
+            engine._inbox, engine._next_number = tickets + engine._inbox, saved.next_number
+            engine._wake.notify_all()
+        return engine, {ticket.number: ticket.handle for ticket in tickets}
+
+    def shutdown(self, *, drain: bool = True, timeout: float | None = None) -> float:
         """Takes no more requests, serves those there are (or cancels them, without `drain`), and gives the memory back.
 
-        A second call does no harm. Raises `EngineClosedError` where the engine had broken, `TimeoutError` where it takes too
-        long.
+        Returns the seconds that giving back took, once the device was idle: unpinning a large pool is slow. A second call
+        does no harm; one from `on_token` only says that it is time. Raises `EngineClosedError` where the engine had broken,
+        `TimeoutError` where it takes too long.
         """
         with self._wake:
             self._closing = True
             self._abandoning |= not drain
             self._wake.notify_all()
+        if self._stepping == threading.get_ident():
+            return 0.0
         if self._thread is None:
-            while self._unserved():
-                self.step()
-            self._loop.runner.close()
-        elif self._thread is not threading.current_thread():
+            try:
+                while self._unserved():
+                    self.step()
+            finally:
+                self._closing_seconds += self._loop.runner.close()
+        else:
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TimeoutError(f"the engine has not come to its end after {timeout} s.")
         if self._error is not None:
             raise EngineClosedError(f"the engine broke: {self._error}") from self._error
+        return self._closing_seconds
 
     def _cancel(self, handle: Handle) -> None:
         with self._wake:
             self._cancelled.append(handle.number)
             self._wake.notify_all()
 
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        self._stepping = threading.get_ident()
+        try:
+            yield
+        finally:
+            self._stepping = None
+
+    def _take_in(self) -> None:
+        """Serves what came in from other threads."""
+        with self._wake:
+            new, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, []
+            saves, self._saves = self._saves, []
+        for ticket in new:
+            self._loop.take(ticket)
+        for number in list(self._loop.open) if self._abandoning else cancelled:
+            self._loop.cancel(number)
+        for path, done in saves:
+            try:
+                saving.save(self._loop, dataclasses.asdict(self.config), self._next_number, path)
+                done.set_result(None)
+            except Exception as error:
+                self._loop.look_after(error)
+                done.set_exception(error)
+
     def _unserved(self) -> bool:
-        return bool(self._inbox or self._loop.open)
+        return bool(self._inbox or self._loop.open or self._saves)
 
     def _serve(self) -> None:
         """The engine's thread."""
@@ -164,10 +253,13 @@ class Engine:
                     if not self._unserved():
                         break
                 self.step()
-            self._loop.runner.close()
         except BaseException as error:  # nobody may wait for ever
             with self._wake:
                 self._error = error
-                left = [*self._inbox, *self._loop.open.values()]
+                left, saves = [*self._inbox, *self._loop.open.values()], self._saves
             for ticket in left:
                 ticket.handle.finish(End.FAILED, ticket.counts, error)
+            for _, done in saves:
+                done.set_exception(EngineClosedError(f"the engine broke: {error}"))
+        finally:
+            self._closing_seconds += self._loop.runner.close()

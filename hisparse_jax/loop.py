@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.metrics import Meter, Snapshot
 from hisparse_jax.requests import End
@@ -86,6 +87,8 @@ class ServingLoop:
             slot = scheduler.free_slot()
             assert slot is not None
             with self._concerning(ticket):
+                if ticket.image is not None and not self._land(ticket):
+                    continue
                 if ticket.place >= 0:
                     if not self.runner.resume(ticket.place, slot):
                         if not scheduler.active:
@@ -206,9 +209,51 @@ class ServingLoop:
         self.meter.events["preempted"] += 1
         return True
 
+    def image_of(self, ticket: Ticket) -> RequestImage | None:
+        """All that a request has computed, which it keeps; one in a slot is parked for that and comes back.
+
+        None where nothing was computed yet, and in a cache that parks nothing.
+        """
+        slot = ticket.slot
+        if ticket.place >= 0:
+            return self.runner.export(ticket.place)
+        if slot < 0 or not ticket.length or not self.runner.can_park:
+            return ticket.image
+        while (place := self.runner.park(slot)) is None:
+            self._shelve(self.scheduler.parked[-1])
+        try:
+            return self.runner.export(place)
+        finally:
+            if not self.runner.resume(place, slot):
+                self.scheduler.leave(ticket)
+                ticket.place = place
+                self.scheduler.requeue(ticket, self.number, first=True)
+
+    def look_after(self, error: Exception) -> None:
+        """Something between two rounds failed: where it took the cache along, all are computed anew."""
+        self._recover(error, [])
+
+    def _shelve(self, ticket: Ticket) -> None:
+        """Makes room in the parking: a parked request keeps its place in the queue and waits outside the cache."""
+        ticket.image = self.runner.export(ticket.place)
+        self.runner.discard(ticket.place)
+        ticket.place = -1
+
+    def _land(self, ticket: Ticket) -> bool:
+        """Brings a request that waited outside the cache to the parking; False where none can, and it begins anew."""
+        assert ticket.image is not None
+        while self.runner.can_park:
+            if (place := self.runner.take_in(ticket.image)) is not None:
+                ticket.place, ticket.image = place, None
+                return True
+            self._shelve(self.scheduler.parked[-1])
+        self._begin_anew(ticket)
+        return False
+
     def _begin_anew(self, ticket: Ticket) -> None:
         """To the queue with nothing of what was computed; owners keep the tokens they have."""
         self.scheduler.leave(ticket)
+        ticket.image = None
         ticket.length = ticket.pages = ticket.produced = 0
         ticket.traffic[:] = 0
         self.scheduler.requeue(ticket, self.number, first=True)

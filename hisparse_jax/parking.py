@@ -170,8 +170,8 @@ def _plan_preempt(
     row = jnp.where(ok, place, layout.cache.parked_requests)
     parking = parking.replace(
         ledger=lot,
-        sequences=_move(sequences, slot, parking.sequences, row),
-        traffic=_move(traffic, slot, parking.traffic, row),
+        sequences=move_row(sequences, slot, parking.sequences, row),
+        traffic=move_row(traffic, slot, parking.traffic, row),
     )
     state = state.replace(
         ledger=keep(ok, ledger, state.ledger),
@@ -216,7 +216,7 @@ def _plan_resume(
     traces["parking.resume"] += 1
     ledger = seal_written(state, state.sequences.running, layout)
     short = jnp.maximum(blocks_to_resume(ledger, parking.ledger, place) - ledger.tables.pool.num_free, 0)
-    budget = spill_budget(layout)
+    budget = layout.cache.max_requests * spill_budget(layout)  # there is but one plan, so it may take all that there is
     ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
     roomy = state.replace(ledger=ledger)
     if budget:
@@ -228,8 +228,8 @@ def _plan_resume(
     state = state.replace(
         ledger=keep(ok, ledger, state.ledger),
         hot_maps=tuple(reset_requests(m, mask) for m in state.hot_maps),
-        sequences=_move(parking.sequences, place, state.sequences, row),
-        traffic=keep(ok, _move(parking.traffic, place, roomy.traffic, row), state.traffic),
+        sequences=move_row(parking.sequences, place, state.sequences, row),
+        traffic=keep(ok, move_row(parking.traffic, place, roomy.traffic, row), state.traffic),
     )
     given_up = keep(ok, given_up, jax.tree.map(jnp.zeros_like, given_up))
     return state, parking.replace(ledger=lot), plan, given_up, status
@@ -275,7 +275,7 @@ def _discard(
     return state.replace(ledger=ledger), parking.replace(ledger=lot), status
 
 
-def _move(source, index: Int32[Array, ""], target, row: Int32[Array, ""]):
+def move_row(source, index: Int32[Array, ""], target, row: Int32[Array, ""]):
     """`target` with row `row` taken from row `index` of `source`; past the end it stays as it is."""
     return jax.tree.map(lambda a, b: b.at[row].set(a[index], mode="drop"), source, target)
 

@@ -214,6 +214,48 @@ def drop(ledger: Ledger, parking: ParkingLedger, place: Int32[Array, ""]) -> tup
     return ledger.replace(host=host), _vacate(parking, inside, known), status
 
 
+def record(
+    ledger: Ledger,
+    parking: ParkingLedger,
+    num_pages: Int32[Array, ""],
+    num_sealed: Int32[Array, ""],
+    num_host: Int32[Array, ""],
+    pages_lost: Int32[Array, ""],
+) -> tuple[Ledger, ParkingLedger, Int32[Array, " P"], Int32[Array, " P"], Int32[Array, ""], Int32[Array, ""]]:
+    """Takes the lowest free place for a request that comes from elsewhere: `num_host` host blocks, the first `num_pages` of
+    its pages hold rows, the first `num_sealed` are full. All or nothing.
+
+    Full pages count as valid at once: load them before the request is resumed. One that is not full is copied again when
+    it is parked, for whether later rows are written through is this side's affair.
+
+    Returns `(ledger, parking, parked, host, place, status)`, the blocks to load by page: `OUT_OF_PARKING`,
+    `OUT_OF_HOST_BLOCKS`; `REFUSED` for counts that do not fit each other or `P`. Then nothing changes and the place is -1.
+    """
+    max_pages = parking.base.shape[1]
+    page = jnp.arange(max_pages, dtype=jnp.int32)
+    legal = (num_sealed >= 0) & (num_sealed <= num_pages) & (num_pages <= num_host) & (num_host >= 1) & (num_host <= max_pages)
+    free_place = ~parking.taken
+    pool, blocks, got = allocate(parking.pool, jnp.where(legal, num_pages, 0), max_count=max_pages)
+    roomy = jnp.any(free_place) & (got == Status.OK)
+    host, host_blocks, host_got = allocate(ledger.host, jnp.where(legal & roomy, num_host, 0), max_count=max_pages)
+    ok = legal & roomy & (host_got == Status.OK)
+    place = jnp.argmax(free_place).astype(jnp.int32)
+    row = jnp.where(ok, place, parking.taken.shape[0])
+    taken = parking.replace(
+        pool=pool,
+        base=parking.base.at[row].set(blocks, mode="drop"),
+        host_table=parking.host_table.at[row].set(host_blocks, mode="drop"),
+        valid=parking.valid.at[row].set(page < num_sealed, mode="drop"),
+        num_pages=parking.num_pages.at[row].set(num_pages, mode="drop"),
+        pages_lost=parking.pages_lost.at[row].set(pages_lost, mode="drop"),
+    )
+    short = jnp.where(host_got == Status.OK, Status.OK, Status.OUT_OF_HOST_BLOCKS)
+    status = jnp.where(legal, jnp.where(roomy, short, Status.OUT_OF_PARKING), Status.REFUSED).astype(jnp.int32)
+    blocks, host_blocks = (jnp.where(ok, ids, NULL_BLOCK) for ids in (blocks, host_blocks))
+    after = keep(ok, ledger.replace(host=host), ledger), keep(ok, taken, parking)
+    return *after, blocks, host_blocks, jnp.where(ok, place, -1), status
+
+
 def most_resident(max_pages: int, hot_pages: int) -> int:
     """Most C4 pages that `unpark` brings back: no more than take as many blocks as the tail and a hot region."""
     return min(max_pages, TAIL_PAGES + hot_pages)

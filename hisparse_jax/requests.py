@@ -157,6 +157,15 @@ class Handle:
                 self._wakers.remove(wake)
         self._ended()
 
+    def produced(self) -> tuple[list[int], list[np.ndarray]]:
+        """The engine's: tokens so far, and the logits kept with them."""
+        with self._changed:
+            return list(self._tokens), list(self._logits)
+
+    def preload(self, tokens: list[int], logits: list[np.ndarray]) -> None:
+        """The engine's: what was produced before it was saved. The callback has heard of it."""
+        self._tokens, self._logits = list(tokens), list(logits)
+
     def push(self, nth: int, token: int, logits: np.ndarray | None) -> None:
         """The engine's: the `nth` token. One that is known already comes from a replay, and must be the same."""
         if nth < len(self._tokens):

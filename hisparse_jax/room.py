@@ -1,11 +1,13 @@
 """Room for the next stretch: requests grow, and history leaves the GPU where the pool is short of blocks.
 
 Runs inside the jitted call, at the head of a stretch of steps or of a prefill chunk. The decision is the coordinator's; what it
-plans to copy is copied here, in program order, so a plan is committed as soon as its copies stand in the program.
+plans to copy is copied here, in program order, so a plan is committed as soon as its copies stand in the program. One
+plan has room for the pages of one request; where several must give up more, the search goes on after its commit.
 """
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -35,7 +37,7 @@ def seal_written(state: TieredState, slots: Bool[Array, " B"], layout: CacheLayo
 
 
 def spill_budget(layout: CacheLayout) -> int:
-    """Pages that one search for room may copy: none where rows are written through, for nothing is left to copy."""
+    """Pages that one plan may copy: none where rows are written through, for nothing is left to copy."""
     return layout.max_pages if layout.cache.backup == "spill" else 0
 
 
@@ -46,16 +48,27 @@ def make_room(
 
     `reclaim="base"`: history goes to the host only as far as blocks are short. `"eager"`: every page that may go, goes.
     """
-    ledger, budget = seal_written(state, state.sequences.running, layout), spill_budget(layout)
-    if layout.cache.reclaim == "eager":
-        held = ledger.tables.num_pages > 0
-        ledger, plan = reclaim.release_history(ledger, held, max_pages=budget)
-    else:
-        short = blocks_short(ledger.tables, new_pages)
-        ledger, plan = reclaim.reclaim(ledger, short, max_pages=budget)
-    state = state.replace(ledger=ledger)
+    state, budget = state.replace(ledger=seal_written(state, state.sequences.running, layout)), spill_budget(layout)
+
+    def give_up(state: TieredState) -> tuple[TieredState, Bool[Array, ""]]:
+        """Carries out one plan; whether another could find more."""
+        if layout.cache.reclaim == "eager":
+            held = state.ledger.tables.num_pages > 0
+            ledger, plan = reclaim.release_history(state.ledger, held, max_pages=budget)
+            more = plan.count == budget
+        else:
+            short = blocks_short(state.ledger.tables, new_pages)
+            ledger, plan = reclaim.reclaim(state.ledger, short, max_pages=budget)
+            more = plan.count > 0
+        state = state.replace(ledger=ledger)
+        if budget:
+            state = _spill(state, plan, layout)
+        return state, more & (blocks_short(state.ledger.tables, new_pages) > 0)
+
     if budget:
-        state = _spill(state, plan, layout)
+        state, _ = jax.lax.while_loop(lambda carry: carry[1], lambda carry: give_up(carry[0]), (state, jnp.bool_(True)))
+    else:
+        state, _ = give_up(state)
     ledger, granted, status, host_blocks = coordinator.grow(state.ledger, new_pages, max_new_pages=max_new_pages)
     maps = tuple(forget_host_blocks(m, host_blocks.reshape(-1), layout.page_entries) for m in state.hot_maps)
     return state.replace(ledger=ledger, hot_maps=maps), granted, status

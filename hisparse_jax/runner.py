@@ -4,6 +4,8 @@ One decode shape and one chunk shape are compiled. Every call ends with what it 
 noticed by the call that ran it; the state it was given is then gone, and `reset` starts over with an empty one.
 """
 
+import contextlib
+import time
 from typing import NamedTuple
 
 import jax
@@ -11,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from hisparse_jax import decode, parking
+from hisparse_jax import decode, images, parking
+from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.requests import Request
@@ -97,10 +100,15 @@ class Runner:
         self.close()
         self._take_memory()
 
-    def close(self) -> None:
-        """Gives the memory back."""
-        self.pending = self._seen = None
-        del self.state, self.parking
+    def close(self) -> float:
+        """Gives the memory back once the device is idle; seconds that it took. A second call finds nothing to give."""
+        began, self.pending, self._seen = time.monotonic(), None, None
+        for x in jax.tree.leaves((vars(self).pop("state", None), vars(self).pop("parking", None))):
+            if not x.is_deleted():
+                with contextlib.suppress(RuntimeError):  # of the program that failed on it
+                    x.block_until_ready()
+                x.delete()
+        return time.monotonic() - began
 
     @property
     def sound(self) -> bool:
@@ -184,6 +192,7 @@ class Runner:
         self.state, self.parking, place, status = parking.preempt(self.state, self.parking, slot, layout=self.layout)
         if status not in (Status.OK, Status.OUT_OF_PARKING):
             raise_for_status(status, f"preemption of the request in slot {slot}")
+        jax.block_until_ready(self.parking.snapshots)
         return place
 
     def resume(self, place: int, slot: int) -> bool:
@@ -192,6 +201,7 @@ class Runner:
         self.state, self.parking, status = parking.resume(self.state, self.parking, place, slot, layout=self.layout)
         if status not in (Status.OK, Status.OUT_OF_BLOCKS):
             raise_for_status(status, f"return of the request in place {place}")
+        jax.block_until_ready(self.state.slab)
         return status is Status.OK
 
     def discard(self, place: int) -> None:
@@ -199,3 +209,16 @@ class Runner:
         assert self.parking is not None
         self.state, self.parking, status = parking.discard(self.state, self.parking, place, layout=self.layout)
         raise_for_status(status, f"end of the request in place {place}")
+
+    def export(self, place: int) -> RequestImage:
+        """A parked request as an image; it stays parked."""
+        assert self.parking is not None
+        return images.export_request(self.state, self.parking, place, self.layout)
+
+    def take_in(self, image: RequestImage) -> int | None:
+        """Parks the request of an image: its place, or None where the parking has no room for it."""
+        assert self.parking is not None
+        self.state, self.parking, place, status = images.import_request(self.state, self.parking, image, self.layout)
+        if status is not Status.OUT_OF_PARKING:
+            raise_for_status(status, "import of a request")
+        return place

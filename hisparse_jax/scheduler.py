@@ -14,8 +14,9 @@ import math
 import numpy as np
 
 from hisparse_jax.capacity import min_gpu_blocks
+from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
-from hisparse_jax.prompts import PromptError, check_prompt
+from hisparse_jax.prompts import PromptError, check_prompt, check_sampling
 from hisparse_jax.requests import Handle, Request
 
 
@@ -40,10 +41,12 @@ class Ticket:
     slot: int = -1
     place: int = -1
     """In the parking; -1: not parked."""
+    image: RequestImage | None = None
+    """What was computed, where it waits outside the cache."""
     length: int = 0
     """Tokens in the cache."""
     pages: int = 0
-    """Host pages held."""
+    """Host pages held, or those that its image asks for."""
     produced: int = 0
     """Tokens sampled since the prompt was last begun."""
     reserve_all: bool = False
@@ -84,10 +87,7 @@ class Scheduler:
         if request.max_new_tokens < 1:
             raise PromptError(f"max_new_tokens={request.max_new_tokens} must be at least 1.")
         check_prompt(request.prompt, layout, request.max_new_tokens - 1)
-        if request.temperature < 0:
-            raise PromptError(f"temperature={request.temperature} must not be negative; 0 is greedy.")
-        if not 0 <= request.seed < 2**32:
-            raise PromptError(f"seed={request.seed} must lie in 0..2^32-1.")
+        check_sampling(request.seed, request.temperature)
         pages = layout.num_pages(request.limit)
         need = self.gpu_blocks(pages) + 1
         if need > layout.gpu_blocks:

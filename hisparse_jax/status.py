@@ -20,6 +20,7 @@ class Status(enum.IntEnum):
     BAD_BLOCK = 5
     HOMELESS = 6
     OUT_OF_PARKING = 7
+    OUT_OF_MEMORY = 8
 
 
 _MESSAGES = {
@@ -29,6 +30,7 @@ _MESSAGES = {
     Status.HOMELESS: "selected entries were found in no tier; the logits cannot be trusted.",
     Status.REFUSED: "the transition was refused; the state is unchanged.",
     Status.OUT_OF_PARKING: "the parking has no free place or too few free pages; raise parked_requests or parked_pages.",
+    Status.OUT_OF_MEMORY: "an image's pages found no memory on their way; the state is unchanged. Free device or host memory.",
     Status.BAD_BLOCK: "a block id lies outside its pool; the pool is unchanged.",
 }
 

@@ -14,7 +14,6 @@ exactly top-k hot slots.
 import dataclasses
 import json
 import pathlib
-import sys
 import zipfile
 from typing import Annotated
 
@@ -22,18 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from hisparse_jax.checkpoint import load_checkpoint
+from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig
-from hisparse_jax.ffi import FfiError
 from hisparse_jax.generation import TWINS
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
-from hisparse_jax.prompts import PromptError
 from hisparse_jax.state import TieredState
-from hisparse_jax.status import Status, TierError, raise_for_status
+from hisparse_jax.status import Status, raise_for_status
 from hisparse_jax.tiered import COUNT_NAMES
 
 stderr = Console(stderr=True)
@@ -211,8 +208,4 @@ def table(args: Args, fixture: Fixture, result: dict) -> Table:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except (ConfigError, PromptError, TierError, FfiError) as error:
-        stderr.print(f"[red]check_oracle:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+    run_command(main, Args, __doc__)

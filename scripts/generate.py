@@ -8,14 +8,12 @@ compares every token and every bit of every logit. Tables for people go to stder
     .venv/bin/python scripts/generate.py --steps 256 --hot-slots 128 --backup spill --rows bf16
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import math
 import os
 import pathlib
-import sys
 import sysconfig
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +24,6 @@ if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short 
 
 import jax
 import jax.numpy as jnp
-import tyro
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -35,8 +32,8 @@ from rich.table import Table
 
 from hisparse_jax.checkpoint import load_checkpoint
 from hisparse_jax.checkpoint_files import config_path
+from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig, load_model_config, preset
-from hisparse_jax.ffi import FfiError
 from hisparse_jax.generation import (
     Generation,
     Verdict,
@@ -50,7 +47,6 @@ from hisparse_jax.generation import (
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.prompts import PromptError
-from hisparse_jax.status import TierError
 from hisparse_jax.tiered import COUNT_NAMES
 from hisparse_jax.weights import init_weights
 
@@ -336,10 +332,4 @@ def mib(count: int) -> str:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            sys.exit(main(arguments))
-        except (ConfigError, PromptError, TierError, FfiError) as error:
-            stderr.print(f"[red]generate:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            sys.exit(2)
+    run_command(main, Args, __doc__)

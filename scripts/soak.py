@@ -9,13 +9,11 @@ people go to stderr; the last line of stdout is JSON. Exit code 0: nothing amiss
     .venv/bin/python scripts/soak.py --requests 0 --transitions 1000000
 """
 
-import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import math
 import os
-import sys
 import time
 
 if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short run on a CPU is compilation
@@ -25,23 +23,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import psutil
-import tyro
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import track
 from rich.table import Table
 
 from hisparse_jax.capacity import min_gpu_blocks
-from hisparse_jax.config import CacheConfig, ConfigError, preset
+from hisparse_jax.command import run_command
+from hisparse_jax.config import CacheConfig, preset
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
-from hisparse_jax.ffi import FfiError
 from hisparse_jax.generation import resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.metrics import Snapshot
 from hisparse_jax.model.blocks import DeepseekV4
-from hisparse_jax.prompts import PromptError
 from hisparse_jax.solo import solo
-from hisparse_jax.status import TierError
 from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
 from hisparse_jax.weights import init_weights
@@ -316,10 +311,4 @@ def table(last: Snapshot, settings: EngineConfig, layout: CacheLayout) -> Table:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            sys.exit(main(arguments))
-        except (ConfigError, PromptError, TierError, FfiError) as error:
-            stderr.print(f"[red]soak:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            sys.exit(2)
+    run_command(main, Args, __doc__)

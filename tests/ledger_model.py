@@ -193,6 +193,19 @@ class TierModel:
         self.places[place] = None
         return Status.OK
 
+    def record(self, num_pages: int, num_full: int, num_host: int, lost: int) -> tuple[Status, int]:
+        """Status, and the place of a request from elsewhere."""
+        if not 0 <= num_full <= num_pages <= num_host or not 1 <= num_host <= self.max_pages:
+            return Status.REFUSED, -1
+        if None not in self.places or num_pages > self.parking_free:
+            return Status.OUT_OF_PARKING, -1
+        if num_host > self.host_free():
+            return Status.OUT_OF_HOST_BLOCKS, -1
+        place = self.places.index(None)
+        self.places[place] = Request([Page(valid=i < num_full, written=i < num_pages) for i in range(num_host)], lost=lost)
+        self.parking_free -= num_pages
+        return Status.OK, place
+
     def spill(self, pages: list[list[bool]], release_after: bool, budget: int) -> list[tuple[int, int, int]]:
         reclaimable = [p for _, r in self.requests() for p in r.candidates()]
         plan = []

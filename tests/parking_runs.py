@@ -5,10 +5,12 @@ Tiny pages of 128 tokens, so that a request of 600 has five. Everything that no 
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from ledger_model import recount
 from runs import TINY, build, poisoned, text, tight_layout
 
@@ -16,6 +18,10 @@ from hisparse_jax import decode
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.parking import init_parking, preempt, resume
 from hisparse_jax.status import Status
+
+ON_A_GPU = pytest.param(
+    "gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not pathlib.Path("/dev/nvidia0").exists(), reason="no GPU")]
+)
 
 MAX_STEPS, CHUNK, PAGE = 16, 64, 128
 OPTIONS = dict(

@@ -6,6 +6,7 @@ that a test process traces and compiles each program once.
 
 import dataclasses
 import functools
+import itertools
 import pathlib
 import runpy
 import sys
@@ -165,6 +166,18 @@ def run_script(name: str, *arguments, capsys) -> tuple[int, str, str]:
     captured = capsys.readouterr()
     code = ended.value.code
     return code if isinstance(code, int) else int(code is not None), captured.out, captured.err
+
+
+def failing(function, number: int, error: Exception):
+    """`function`, but for call `number` (from 1), which raises."""
+    calls = itertools.count(1)
+
+    def call(*args, **kwargs):
+        if next(calls) == number:
+            raise error
+        return function(*args, **kwargs)
+
+    return call
 
 
 PARTS = {"f32": (4, 0), "bf16": (2, 0), "fp8": (None, 8)}

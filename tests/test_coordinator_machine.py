@@ -34,6 +34,7 @@ commit_enqueued, commit_completed = once(spill.commit_enqueued), once(spill.comm
 reclaim_ = once(reclaim.reclaim, max_pages=BUDGET)
 release_history = once(reclaim.release_history, max_pages=BUDGET)
 park, unpark, drop = once(parking_ledger.park), once(parking_ledger.unpark), once(parking_ledger.drop)
+record = once(parking_ledger.record)
 
 slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
 places = st.integers(0, PLACES - 1) | st.sampled_from((-1, PLACES, 2**31 - 1))
@@ -237,6 +238,19 @@ class LedgerMachine(RuleBasedStateMachine):
         if any(self.model.places) and not all(self.model.slots):
             self.unpark_any()
         self.agrees()
+
+    @rule(num_pages=st.integers(-1, PAGES + 1), unwritten=st.integers(-1, 2), partial=st.integers(-1, 1), lost=st.integers(0, 3))
+    def record(self, num_pages, unwritten, partial, lost):
+        """A request from elsewhere, of whose host pages the last `unwritten` hold no rows yet."""
+        before, counts = (self.ledger, self.parking), (num_pages, num_pages - partial, num_pages + unwritten, lost)
+        self.ledger, self.parking, parked, host, place, status = record(*before, *map(i32, counts))
+        assert (int(status), int(place)) == self.model.record(*counts)
+        if int(status):
+            assert not np.asarray(parked).any() and not np.asarray(host).any()
+            chex.assert_trees_all_equal((self.ledger, self.parking), before)
+            return
+        np.testing.assert_array_equal(parked, self.parking.base[int(place)])
+        np.testing.assert_array_equal(host, self.parking.host_table[int(place)])
 
     @rule(place=places)
     def drop(self, place):

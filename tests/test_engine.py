@@ -193,8 +193,9 @@ def test_what_can_never_fit_is_refused():
     ):
         with pytest.raises(PromptError, match=message):
             engine.submit(prompt, new)
-    with pytest.raises(PromptError, match=r"temperature=-1\.0 must not be negative"):
-        engine.submit(SHORT, 1, temperature=-1.0)
+    for temperature in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(PromptError, match=f"temperature={temperature} must be a finite number and not negative"):
+            engine.submit(SHORT, 1, temperature=temperature)
     with pytest.raises(PromptError, match="seed=-1 must lie in"):
         engine.submit(SHORT, 1, seed=-1)
     with pytest.raises(ValueError, match=r"growth_reserve=2\.0 must lie in 0\.\.1"):

@@ -7,11 +7,11 @@ import re
 
 TESTS = pathlib.Path(__file__).parent
 LINES = (TESTS.parent / "docs" / "faults.md").read_text().splitlines()
-COUNTS = {"A": 10, "B": 9, "C": 10, "D": 11, "E": 5}
+COUNTS = {"A": 10, "B": 9, "C": 10, "D": 11, "E": 5, "G": 4}
 
 
 def test_every_entry_has_one_line():
-    found = [match[1] for line in LINES if (match := re.match(r"- ([A-E]\d+), ", line))]
+    found = [match[1] for line in LINES if (match := re.match(r"- ([A-G]\d+), ", line))]
     assert found == [f"{group}{i}" for group, count in COUNTS.items() for i in range(1, count + 1)]
 
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import json
-import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ledger_model import QUICK
-from parking_runs import LAYOUT, SMALL, values
+from parking_runs import LAYOUT, ON_A_GPU, SMALL, values
 from runs import DEMO, text, tight_layout
 
 from hisparse_jax import capacity, coordinator, decode
@@ -25,10 +24,6 @@ grow = jax.jit(coordinator.grow, static_argnames="max_new_pages", compiler_optio
 
 
 pytestmark = pytest.mark.xdist_group("parking")
-
-ON_A_GPU = pytest.param(
-    "gpu", marks=[pytest.mark.gpu, pytest.mark.skipif(not pathlib.Path("/dev/nvidia0").exists(), reason="no GPU")]
-)
 
 
 @pytest.mark.parametrize("machine", ["any", ON_A_GPU])

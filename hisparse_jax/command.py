@@ -1,0 +1,32 @@
+"""What every script does around its `main`: options from the command line, an exit code, bad input told in one line."""
+
+import contextlib
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import tyro
+from rich.console import Console
+from rich.markup import escape
+
+from hisparse_jax.config import ConfigError
+from hisparse_jax.ffi import FfiError
+from hisparse_jax.prompts import PromptError
+from hisparse_jax.status import TierError
+
+
+def run_command(main: Callable[[Any], int], options: type, description: str | None) -> NoReturn:
+    """Exits with what `main(options)` returns, or with 2 and a line on stderr where it cannot do what was asked.
+
+    A reader of stdout that has gone away is no error.
+    """
+    arguments = tyro.cli(options, description=description)
+    with contextlib.suppress(BrokenPipeError):
+        try:
+            sys.exit(main(arguments))
+        except (ConfigError, PromptError, TierError, FfiError) as error:
+            name = pathlib.Path(sys.argv[0]).stem
+            Console(stderr=True).print(f"[red]{name}:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+            sys.exit(2)
+    sys.exit(0)
