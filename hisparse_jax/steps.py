@@ -127,7 +127,6 @@ def decode_stretch(
 
     Allocates nothing. Returns `(sequences, layers, cache, output)`.
     """
-    batch = layout.cache.max_requests
 
     def step(i, carry):
         seq, layers, cache, out = carry
