@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_model import QUICK, Page, TierModel, recount
 
-from hisparse_jax import coordinator, parking_ledger, reclaim, spill
+from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill
 from hisparse_jax.status import NULL_BLOCK, Status
 
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
 BATCH, PAGES, GROUPS, NEW, BUDGET = 3, 8, 2, 2, 4
-PLACES, PARKED = 2, 9
+PLACES, PARKED = 3, 11
 
 
 def once(function, **static):
@@ -34,6 +34,7 @@ commit_enqueued, commit_completed = once(spill.commit_enqueued), once(spill.comm
 reclaim_ = once(reclaim.reclaim, max_pages=BUDGET)
 release_history = once(reclaim.release_history, max_pages=BUDGET)
 park, unpark, drop = once(parking_ledger.park), once(parking_ledger.unpark), once(parking_ledger.drop)
+publish, adopt = once(prefix_ledger.publish), once(prefix_ledger.adopt)
 
 slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
 places = st.integers(0, PLACES - 1) | st.sampled_from((-1, PLACES, 2**31 - 1))
@@ -53,7 +54,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = coordinator.init_ledger(**SIZES)
         self.parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
-        self.model = TierModel(**SIZES, places=PLACES, parking_free=PARKED)
+        self.model = TierModel(**SIZES, places=PLACES, parking_blocks=PARKED)
         self.plans, self.leases = [], {}
 
     @initialize(num_pages=per_request(st.integers(3, 6)))
@@ -219,10 +220,10 @@ class LedgerMachine(RuleBasedStateMachine):
         slot, _ = max(self.model.requests(), key=lambda entry: entry[1].num_pages)
         self.park(slot, ahead, partial)
 
-    @precondition(lambda self: any(self.model.places) and not all(self.model.slots))
+    @precondition(lambda self: any(r and not r.cached for r in self.model.places) and not all(self.model.slots))
     @rule()
     def unpark_any(self):
-        self.unpark(next(k for k, r in enumerate(self.model.places) if r), self.model.slots.index(None))
+        self.unpark(next(k for k, r in enumerate(self.model.places) if r and not r.cached), self.model.slots.index(None))
 
     @precondition(lambda self: any(self.model.slots))
     @rule(ahead=st.integers(0, 1), partial=st.integers(0, 1), crowded=st.booleans())
@@ -234,9 +235,76 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             for slot in range(BATCH):
                 self.finish(slot)
-        if any(self.model.places) and not all(self.model.slots):
+        if any(r and not r.cached for r in self.model.places) and not all(self.model.slots):
             self.unpark_any()
         self.agrees()
+
+    @rule(slot=slots, partial=st.integers(0, 1), like=places, num_shared=st.integers(0, 3))
+    def publish(self, slot, partial, like, num_shared):
+        request = self.model.slots[slot] if 0 <= slot < BATCH else None
+        num_pages = request.num_pages if request else 1
+        self._publish(slot, num_pages, num_pages - partial, like, num_shared)
+
+    counted = st.integers(-1, PAGES + 1)
+
+    @rule(slot=slots, num_pages=counted, num_full=counted, like=places, num_shared=counted)
+    def publish_at(self, slot, num_pages, num_full, like, num_shared):
+        self._publish(slot, num_pages, num_full, like, num_shared)
+
+    def _publish(self, slot, num_pages, num_full, like, num_shared):
+        before = self.ledger, self.parking
+        arguments = map(i32, (slot, num_pages, num_full, like, num_shared))
+        self.ledger, self.parking, plan, place, status = publish(*before, *arguments)
+        assert (int(status), int(place)) == self.model.publish(slot, num_pages, num_full, like, num_shared)
+        if int(status):
+            assert not any(np.asarray(x).any() for x in jax.tree.leaves(plan))
+            chex.assert_trees_all_equal((self.ledger, self.parking), before)
+            return
+        page, tables, where = np.arange(PAGES), before[0].tables, int(place)
+        copied, tail = (page >= num_shared) & (page < num_pages), (page >= num_full) & (page < num_pages)
+        np.testing.assert_array_equal(plan.base, np.where(copied, np.asarray(tables.base)[:, slot], 0))
+        np.testing.assert_array_equal(plan.parked, np.where(copied, np.asarray(self.parking.base)[where], 0))
+        np.testing.assert_array_equal(plan.source, np.where(tail, np.asarray(tables.resident)[:, slot], 0))
+        np.testing.assert_array_equal(plan.host, np.where(tail, np.asarray(self.parking.host_table)[where], 0))
+
+    @rule(place=places, slot=slots, num_pages=st.integers(1, PAGES) | st.sampled_from((-1, PAGES + 1, 2**31 - 1)))
+    def adopt(self, place, slot, num_pages):
+        before = self.ledger
+        self.ledger, plan, status = adopt(before, self.parking, i32(place), i32(slot), i32(num_pages))
+        assert int(status) == self.model.adopt(place, slot, num_pages)
+        if int(status):
+            assert not any(np.asarray(x).any() for x in jax.tree.leaves(plan))
+            chex.assert_trees_all_equal(self.ledger, before)
+            return
+        tables, parking = self.ledger.tables, self.parking
+        base, resident = np.asarray(tables.base)[:, slot], np.asarray(tables.resident)[:, slot]
+        fresh = np.asarray(before.tables.pool.references)[base] == 0
+        np.testing.assert_array_equal(plan.base, np.where(fresh, base, 0))
+        np.testing.assert_array_equal(plan.parked, np.where(fresh[0], np.asarray(parking.base)[place], 0))
+        back = resident[0] != NULL_BLOCK
+        count = int(back.sum())
+        np.testing.assert_array_equal(np.asarray(plan.resident)[:, :count], resident[:, back])
+        np.testing.assert_array_equal(np.asarray(plan.host)[:count], np.asarray(parking.host_table)[place, back])
+
+    @precondition(lambda self: any(self.model.slots) and not all(self.model.places))
+    @rule(partial=st.integers(0, 1), num_pages=st.integers(2, PAGES))
+    def share(self, partial, num_pages):
+        """The largest request is cached, as far as it was backed up, and another one adopts that, once there is a slot."""
+        slot, request = max(self.model.requests(), key=lambda entry: entry[1].num_pages)
+        self.seal([PAGES if b == slot else 0 for b in range(BATCH)])
+        like = next((k for k, r in enumerate(self.model.places) if r and r.cached), -1)
+        self.publish(slot, partial, like, 1 if like >= 0 and request.num_pages > partial else 0)
+        self.finish((slot + 1) % BATCH)
+        self.adopt_any(num_pages)
+        self.agrees()
+
+    @precondition(lambda self: any(r and r.cached for r in self.model.places) and not all(self.model.slots))
+    @rule(num_pages=st.integers(2, PAGES))
+    def adopt_any(self, num_pages):
+        cached = [(k, r) for k, r in enumerate(self.model.places) if r and r.cached]
+        if cached:
+            place, prefix = cached[-1]
+            self.adopt(place, self.model.slots.index(None), max(num_pages, len(prefix.pages)))
 
     @rule(place=places)
     def drop(self, place):
@@ -277,7 +345,8 @@ class LedgerMachine(RuleBasedStateMachine):
             for table, name in ((self.parking.host_table, "in_host_table"), (self.parking.base, "written")):
                 assert (np.asarray(table)[k] != NULL_BLOCK).tolist() == [getattr(page, name) for page in pages[:PAGES]]
             assert np.asarray(self.parking.valid)[k].tolist() == [page.valid for page in pages[:PAGES]]
-        assert int(self.parking.pool.num_free) == model.parking_free
+        assert int(self.parking.pool.num_free) == model.parking_free()
+        assert np.asarray(self.parking.cached).tolist() == [bool(r and r.cached) for r in model.places]
         recount(ledger, self.leases, self.parking)
         for b, request in enumerate(model.slots):
             if request and not resident[0, b, : request.num_pages].all():
