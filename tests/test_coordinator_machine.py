@@ -286,25 +286,39 @@ class LedgerMachine(RuleBasedStateMachine):
         np.testing.assert_array_equal(np.asarray(plan.resident)[:, :count], resident[:, back])
         np.testing.assert_array_equal(np.asarray(plan.host)[:count], np.asarray(parking.host_table)[place, back])
 
-    @precondition(lambda self: any(self.model.slots) and not all(self.model.places))
-    @rule(partial=st.integers(0, 1), num_pages=st.integers(2, PAGES))
-    def share(self, partial, num_pages):
-        """The largest request is cached, as far as it was backed up, and another one adopts that, once there is a slot."""
+    @precondition(lambda self: any(self.model.slots))
+    @rule(partial=st.integers(0, 1), more=st.integers(0, 1), alone=st.booleans())
+    def share(self, partial, more, alone):
+        """With its copies done, the largest request is cached, and others adopt that while it runs and once it ended."""
         slot, request = max(self.model.requests(), key=lambda entry: entry[1].num_pages)
-        self.seal([PAGES if b == slot else 0 for b in range(BATCH)])
-        like = next((k for k, r in enumerate(self.model.places) if r and r.cached), -1)
-        self.publish(slot, partial, like, 1 if like >= 0 and request.num_pages > partial else 0)
-        self.finish((slot + 1) % BATCH)
-        self.adopt_any(num_pages)
+        for entry in self.plans:
+            self.ledger = commit_completed(self.ledger, entry[0])
+            self.model.complete(entry[1])
+        self.plans, self.leases = [], {}
+        if alone:
+            for other in range(BATCH):
+                self.finish(other if other != slot else -1)
+            for place in range(PLACES):
+                self.drop(place)
+        self.grow_all()
+        self.seal_all()
+        self.publish(slot, partial, -1, 0)
+        latest = max((k for k, r in enumerate(self.model.places) if r and r.cached), default=-1)
+        self.publish(slot, 1 - partial, latest, max(request.num_pages - 1, 0))
+        self.agrees()
+        self.adopt_any(more)
+        self.agrees()
+        self.finish(slot)
+        self.adopt_any(more)
         self.agrees()
 
     @precondition(lambda self: any(r and r.cached for r in self.model.places) and not all(self.model.slots))
-    @rule(num_pages=st.integers(2, PAGES))
-    def adopt_any(self, num_pages):
+    @rule(more=st.integers(0, 2))
+    def adopt_any(self, more):
         cached = [(k, r) for k, r in enumerate(self.model.places) if r and r.cached]
-        if cached:
+        if cached and not all(self.model.slots):
             place, prefix = cached[-1]
-            self.adopt(place, self.model.slots.index(None), max(num_pages, len(prefix.pages)))
+            self.adopt(place, self.model.slots.index(None), len(prefix.pages) + more)
 
     @rule(place=places)
     def drop(self, place):
