@@ -255,7 +255,7 @@ class TierModel:
         return Status.OK
 
     def drop(self, place: int) -> Status:
-        if not 0 <= place < len(self.places) or not (request := self.places[place]):
+        if not 0 <= place < len(self.places) or not self.places[place]:
             return Status.REFUSED
         self.places[place] = None
         return Status.OK

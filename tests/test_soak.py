@@ -9,7 +9,7 @@ from runs import run_script
 pytestmark = pytest.mark.xdist_group("engine")
 
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
-SMALL = ("--slots", 4, "--parked", 3, "--steps", 600)
+SMALL = ("--slots", 4, "--parked", 3, "--cached", 6, "--cached-host", 0, "--steps", 600)
 
 
 @pytest.mark.slow
