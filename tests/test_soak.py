@@ -35,3 +35,4 @@ def test_random_transitions(capsys, monkeypatch):
     result = json.loads(out.splitlines()[-1])["transitions"]
     assert code == 0, err
     assert result["count"] == 3_000 and result["pages_lost"] > 0 and result["regions_taken"] > 0
+    assert result["pages_adopted"] > 0
