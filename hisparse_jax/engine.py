@@ -57,15 +57,14 @@ class Engine:
 
     def __init__(self, model: DeepseekV4, layout: CacheLayout, config: EngineConfig | None = None, *, threaded: bool = True):
         self.layout, self.config = layout, config or EngineConfig()
-        settings = self.config
+        settings, cached = self.config, layout.cache.cached_prefixes
+        if settings.prefix_caching and not cached:
+            raise ValueError("prefix_caching=True needs places to cache in; plan the layout with cached_prefixes=1 or more.")
+        caching = settings.prefix_caching is not False
         runner = Runner(model, layout, call_steps=settings.call_steps, keep_logits=settings.keep_logits)
         self._scheduler = Scheduler(
             layout, growth_reserve=settings.growth_reserve, patience=settings.patience, ahead=settings.call_steps
         )
-        cached = layout.cache.cached_prefixes
-        if settings.prefix_caching and not cached:
-            raise ValueError("prefix_caching=True needs places to cache in; plan the layout with cached_prefixes=1 or more.")
-        caching = settings.prefix_caching is not False
         self._loop = ServingLoop(layout, runner, self._scheduler, cached_prefixes=cached if caching else 0)
         self._wake = threading.Condition()
         self._inbox: list[Ticket] = []

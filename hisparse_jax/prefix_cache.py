@@ -89,8 +89,8 @@ class PrefixCache:
         prefix = self.index.oldest(keep)
         if prefix is None:
             return False
-        self.index.remove(prefix)
         self.runner.discard(prefix.place)
+        self.index.remove(prefix)
         self.events["prefixes_evicted"] += 1
         return True
 

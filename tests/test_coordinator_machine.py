@@ -384,6 +384,45 @@ TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
+def test_c8_a_page_whose_copy_is_under_way_is_not_published():
+    """Neither one that has no complete copy yet nor one that is on its way once more; nothing changes meanwhile."""
+    ledger, _ = admit(coordinator.init_ledger(**SIZES), i32(1), i32(4))
+    ledger, *_ = grow(ledger, i32([0, 2, 0]))
+    parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
+    first = jnp.zeros((BATCH, PAGES), bool).at[1, :2].set(True)
+
+    def published(ledger, num_pages, num_full):
+        after, lot, _, place, status = publish(ledger, parking, i32(1), i32(num_pages), i32(num_full), i32(-1), i32(0))
+        if int(status):
+            chex.assert_trees_all_equal((after, lot), (ledger, parking))
+        return Status(int(status)), int(place)
+
+    assert published(ledger, 1, 1) == (Status.REFUSED, -1)
+    ledger, plan = plan_spill[False](ledger, first)
+    assert int(plan.count) == 2 and published(ledger, 2, 2) == (Status.REFUSED, -1)
+    ledger = commit_enqueued(ledger, plan)
+    assert published(ledger, 2, 2) == (Status.REFUSED, -1)
+    ledger = commit_completed(ledger, plan)
+    assert published(ledger, 2, 2) == (Status.OK, 0) == published(ledger, 2, 1)
+    ledger, *_ = grow(ledger, i32([0, 2, 0]))
+    ledger, again = plan_spill[True](ledger, first)
+    assert int(again.count) == 2 and published(ledger, 2, 2) == (Status.REFUSED, -1), "valid, and on its way again"
+    assert published(commit_completed(ledger, again), 2, 2) == (Status.OK, 0)
+
+
+def test_a_page_that_others_share_is_not_written_over():
+    """Spilling it once more would write to a host page that they read."""
+    ledger, _ = admit(coordinator.init_ledger(**SIZES), i32(0), i32(4))
+    for _ in range(2):
+        ledger, *_ = grow(ledger, i32([2, 0, 0]))
+    ledger = seal(ledger, i32([4, 0, 0]))
+    parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
+    first = jnp.zeros((BATCH, PAGES), bool).at[0, 0].set(True)
+    shared, parking, _, _, status = publish(ledger, parking, i32(0), i32(4), i32(4), i32(-1), i32(0))
+    assert int(status) == Status.OK
+    assert int(plan_spill[True](shared, first)[1].count) == 0 < int(plan_spill[True](ledger, first)[1].count)
+
+
 def test_a_page_in_flight_since_before_a_preemption_is_not_planned_again():
     """Its host block has one lease; a second transfer would take the first one's place, and a reference would never end."""
 

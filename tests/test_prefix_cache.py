@@ -233,6 +233,25 @@ def spare_parking(engine: Engine, change: int) -> int:
     return before
 
 
+@pytest.mark.parametrize(("name", "resets"), [("publish", 0), ("adopt", 0), ("parking.copy_out", 1), ("parking.copy_back", 1)])
+def test_what_fails_while_a_prefix_is_cached_or_adopted_fails_one_request(monkeypatch, name, resets):
+    """Before anything changed, or with the cache lost between the plan and its copies; then nothing is cached any more."""
+    engine = caching()
+    finish(engine, engine.submit(LONG[:300], 3))
+
+    def fail(*_, **__):
+        raise MemoryError("pinned memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(f"hisparse_jax.prefix_places.{name}", fail)
+        bad = engine.submit(LONG[:310], 3)
+        until(engine, lambda _: bad.done)
+    assert isinstance(bad.error, MemoryError) and engine.snapshot.events["resets"] == resets
+    assert engine.snapshot.cached_prefixes == (0 if resets else 2)
+    finish(engine, engine.submit(LONG[:310], 3))
+    check_empty_at_last(engine)
+
+
 def test_what_is_switched_on_without_room_is_refused():
     layout = plan_layout(LAYOUT.model, dataclasses.replace(LAYOUT.cache, cached_prefixes=0))
     with pytest.raises(ValueError, match="prefix_caching=True needs places to cache in; plan the layout with cached_prefixes=1"):

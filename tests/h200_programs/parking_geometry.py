@@ -1,4 +1,4 @@
-"""Preemption and return at V4-Flash's geometry: 64 requests of 131,072 tokens, 8 parked, a 40 GiB slab, 64 GiB of host pools.
+"""Preemption and return at V4-Flash's geometry: 64 requests of 131,072 tokens, 8 places, a 40 GiB slab, 64 GiB of host pools.
 
 Some layers of each kind stand for 43; pages are spilled lazily, which copies most. Pools, parking pages and slab stay in place.
 """
@@ -44,7 +44,7 @@ def ids(count: int) -> jax.ShapeDtypeStruct:
 
 cache = CacheConfig(
     max_model_len=131_072, max_requests=64, gpu_pool_bytes=40 * 2**30, host_pool_bytes=64 * 2**30, backup="spill",
-    parked_requests=PLACES, parked_pages=2_048,
+    parked_requests=PLACES // 2, parked_pages=1_024, cached_prefixes=PLACES // 2, cached_pages=1_024,
 )  # fmt: skip
 layout = plan_layout(FLASH, cache)
 state, lot, number, row = state_specs(layout), parking_specs(layout), spec((), jnp.int32), (ids(1), ids(1))
