@@ -21,6 +21,7 @@ def test_every_request_is_exact_under_pressure(capsys):
     assert result["compared_equal"] >= result["length"] + result["stop"] > 12
     assert result["preempted"] > 0 and result["resumed"] > 0 and result["cancelled"] > 0
     assert result["waits"]["gpu"] + result["waits"]["host"] > 0 and result["misses"] > 0
+    assert result["prefix_hits"] > 0
 
 
 def test_a_breach_is_told_by_the_exit_code(capsys):
