@@ -234,6 +234,10 @@ class CacheConfig:
     """Requests kept on the host over preemption at once, beside the `max_requests` that run; 0: no parking."""
     parked_pages: int | None = None
     """Pages of all of them together, null block excluded; None: `max_model_len` tokens for each."""
+    cached_prefixes: int = 0
+    """Prompt prefixes kept on the host for later requests at once, in places beside the parked requests'; 0: no cache."""
+    cached_pages: int | None = None
+    """Parking pages of all of them together; None: `max_model_len` tokens for each."""
     num_hot_slots: int | None = None
     """Hot slots per request and C4 layer; None: `(query_rows + 1) * index_topk`."""
     rows: str = "fp8"
@@ -274,14 +278,15 @@ class CacheConfig:
         for name in ("max_model_len", "query_rows"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
-        for name in ("gpu_pool_bytes", "host_pool_bytes", "gpu_blocks", "host_blocks", "parked_pages"):
+        for name in ("gpu_pool_bytes", "host_pool_bytes", "gpu_blocks", "host_blocks", "parked_pages", "cached_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name}={value} must be positive.")
-        if self.parked_requests < 0:
-            raise ConfigError(f"parked_requests={self.parked_requests} must not be negative; 0 keeps none.")
-        if self.parked_pages is not None and not self.parked_requests:
-            raise ConfigError(f"parked_pages={self.parked_pages} has no effect without parked_requests; give both or neither.")
+        for places, pages in (("parked_requests", "parked_pages"), ("cached_prefixes", "cached_pages")):
+            if getattr(self, places) < 0:
+                raise ConfigError(f"{places}={getattr(self, places)} must not be negative; 0 keeps none.")
+            if getattr(self, pages) is not None and not getattr(self, places):
+                raise ConfigError(f"{pages}={getattr(self, pages)} has no effect without {places}; give both or neither.")
         if self.page_entries < 32 or self.page_entries % 32:
             raise ConfigError(f"page_entries={self.page_entries} must be a multiple of 32: a page holds whole C128 entries.")
         if not 1 <= self.stretch_steps <= 64:

@@ -48,6 +48,8 @@ class EngineConfig:
     """Requests in the queue before `submit` refuses more; None: any number."""
     keep_logits: bool = False
     """Hand out the logits of every sampled token."""
+    prefix_caching: bool | None = None
+    """Prompts are cached for later requests that begin alike; None: where the layout has `cached_prefixes`."""
 
     def __post_init__(self):
         if self.call_steps < 1 or self.patience < 1:
@@ -61,12 +63,15 @@ class Engine:
 
     def __init__(self, model: DeepseekV4, layout: CacheLayout, config: EngineConfig | None = None, *, threaded: bool = True):
         self.layout, self.config = layout, config or EngineConfig()
-        settings = self.config
+        settings, cached = self.config, layout.cache.cached_prefixes
+        if settings.prefix_caching and not cached:
+            raise ValueError("prefix_caching=True needs places to cache in; plan the layout with cached_prefixes=1 or more.")
+        caching = settings.prefix_caching is not False
         runner = Runner(model, layout, call_steps=settings.call_steps, keep_logits=settings.keep_logits)
         self._scheduler = Scheduler(
             layout, growth_reserve=settings.growth_reserve, patience=settings.patience, ahead=settings.call_steps
         )
-        self._loop = ServingLoop(layout, runner, self._scheduler)
+        self._loop = ServingLoop(layout, runner, self._scheduler, cached_prefixes=cached if caching else 0)
         self._wake = threading.Condition()
         self._inbox: list[Ticket] = []
         self._cancelled: list[int] = []
@@ -101,15 +106,18 @@ class Engine:
         temperature: float = 0.0,
         seed: int = 0,
         stop_token: int = -1,
+        tenant: bytes | str = b"",
         on_token: Callable[[int], None] | None = None,
     ) -> Handle:
         """Takes a request, from any thread; it waits for its turn and for room.
 
+        Requests of one `tenant` share the cached prefixes of their prompts, those of two never do.
         `on_token` is called in the engine's thread and must not block; where it raises, the request fails. Raises
         `PromptError` for bad input and for what could never fit, `EngineBusyError`, `EngineClosedError`.
         """
         tokens = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
-        request = Request(tuple(tokens), max_new_tokens, temperature, seed, stop_token)
+        salt = tenant.encode() if isinstance(tenant, str) else tenant
+        request = Request(tuple(tokens), max_new_tokens, temperature, seed, stop_token, salt)
         self._scheduler.check(request)
         with self._wake:
             if self._closing or self._error is not None:

@@ -117,12 +117,12 @@ def format_fields(fmt: ImageFormat) -> dict[str, Any]:
 
 
 def export_request(state: TieredState, parking: Parking, place: int, layout: CacheLayout) -> RequestImage:
-    """The image of the request in `place`, which stays there. Raises `ImageError` for a place without a request.
+    """The image of the request in `place`, which stays there. Raises `ImageError` for a place without one: free, or of a prefix.
 
     Of a page whose copy is in flight the parking made a copy of its own, so nothing need be waited for.
     """
     lot = parking.ledger
-    if place not in (taken := np.flatnonzero(np.asarray(lot.taken)).tolist()):
+    if place not in (taken := np.flatnonzero(np.asarray(lot.taken & ~lot.cached)).tolist()):
         raise ImageError(f"place {place} holds no request; those that do are {taken}.")
     count, host, size = int(np.asarray(lot.num_pages)[place]), np.asarray(lot.host_table)[place], _chunk_pages(layout)
     pages = {}
@@ -239,7 +239,7 @@ def _record(
     ledger, lot, parked, host, place, status = parking_ledger.record(
         state.ledger, parking.ledger, num_pages, num_sealed, num_host, pages_lost
     )
-    row = jnp.where(status == Status.OK, place, layout.cache.parked_requests)
+    row = jnp.where(status == Status.OK, place, layout.parking_places)
     maps = tuple(forget_host_blocks(m, host, layout.page_entries) for m in state.hot_maps)
     parking = parking.replace(
         ledger=lot,

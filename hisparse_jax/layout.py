@@ -82,12 +82,18 @@ class CacheLayout:
         return sum(_block_bytes(group) for group in self.base_groups)
 
     @property
+    def parking_places(self) -> int:
+        """Places for parked requests and cached prefixes; 0 where neither is kept."""
+        return self.cache.parked_requests + self.cache.cached_prefixes if self.host_blocks else 0
+
+    @property
     def parking_blocks(self) -> int:
-        """Blocks of parked base pages, null block included; 0 where nothing is parked."""
-        requests, pages = self.cache.parked_requests, self.cache.parked_pages
-        if not requests or not self.host_blocks:
+        """Blocks of base pages of parked requests and cached prefixes, null block included; 0 where neither is kept."""
+        cache = self.cache
+        if not self.parking_places:
             return 0
-        return 1 + (requests * self.max_pages if pages is None else pages)
+        shares = ((cache.parked_requests, cache.parked_pages), (cache.cached_prefixes, cache.cached_pages))
+        return 1 + sum(places * self.max_pages if pages is None else pages for places, pages in shares)
 
     @property
     def snapshot_bytes(self) -> int:
@@ -130,7 +136,7 @@ class CacheLayout:
         """Pinned host memory beside the C4 pools: base pages, and a snapshot for each place and for the null one."""
         if not self.parking_blocks:
             return 0
-        return self.parking_blocks * self.base_page + (self.cache.parked_requests + 1) * self.snapshot_bytes
+        return self.parking_blocks * self.base_page + (self.parking_places + 1) * self.snapshot_bytes
 
     def num_pages(self, tokens: int) -> int:
         """Pages of a request of `tokens` tokens."""
@@ -302,7 +308,7 @@ def _check_counts(layout: CacheLayout, tiered: bool) -> None:
             f"null block, a copy-on-write tail); raise host_pool_bytes to {need * layout.host_page:,} (or host_blocks to {need}) "
             "or lower max_model_len."
         )
-    if 0 < layout.parking_blocks <= layout.max_pages:
+    if cache.parked_pages is not None and cache.parked_pages < layout.max_pages and tiered:
         raise LayoutError(
             f"parked_pages={cache.parked_pages} holds no request of max_model_len={cache.max_model_len}, which has "
             f"{layout.max_pages} pages; raise parked_pages or leave it out."

@@ -14,6 +14,7 @@ import numpy as np
 from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.metrics import Meter, Snapshot
+from hisparse_jax.prefix_cache import PrefixCache
 from hisparse_jax.requests import End
 from hisparse_jax.runner import Runner, View
 from hisparse_jax.scheduler import Phase, Scheduler, Ticket
@@ -26,10 +27,11 @@ MAX_STRIKES = 2
 class ServingLoop:
     """All requests that have not ended (`open`), and the cache they share."""
 
-    def __init__(self, layout: CacheLayout, runner: Runner, scheduler: Scheduler):
+    def __init__(self, layout: CacheLayout, runner: Runner, scheduler: Scheduler, *, cached_prefixes: int = 0):
         self.layout, self.runner, self.scheduler = layout, runner, scheduler
         self.open: dict[int, Ticket] = {}
         self.meter = Meter(layout)
+        self.prefixes = PrefixCache(layout, runner, self.meter.events, capacity=cached_prefixes)
         self.number = 0
         """Of the newest step."""
         self._strikes = 0
@@ -71,6 +73,8 @@ class ServingLoop:
             prefilling=len(scheduler.active) - running,
             running=running,
             parked_pages=sum(t.pages for t in parked),
+            cached_prefixes=len(self.prefixes.index),
+            cached_pages=self.prefixes.index.num_pages,
         )
 
     def _make_way(self) -> None:
@@ -98,7 +102,7 @@ class ServingLoop:
                     whole = ticket.length >= len(ticket.request.prompt)
                     scheduler.start(ticket, slot, Phase.RUNNING if whole else Phase.PREFILLING, self.number)
                     continue
-                self.runner.admit(slot, ticket.request)
+                self.prefixes.admit(ticket, slot)
                 scheduler.start(ticket, slot, Phase.PREFILLING, self.number)
                 ticket.pages = self.layout.num_pages(len(ticket.request.prompt))
                 self.meter.events["started"] += 1
@@ -116,11 +120,13 @@ class ServingLoop:
             return
         prompt = ticket.request.prompt
         with self._concerning(ticket):
-            length, logits, status = self.runner.prefill(ticket.slot, prompt, ticket.length)
+            end = ticket.cuts[0] if ticket.cuts else len(prompt)
+            length, logits, status = self.runner.prefill(ticket.slot, prompt, ticket.length, end)
             self.meter.events["prefilled_tokens"] += length - ticket.length
             self._note(ticket, status)
             now = self.runner.look()
             self._follow(ticket, now)
+            self.prefixes.publish(ticket)
             if logits is None:
                 return
             ticket.phase, ticket.since = Phase.RUNNING, self.number
@@ -133,8 +139,10 @@ class ServingLoop:
         if not running:
             return
         left = max(t.request.limit - t.length for t in running)
+        count = min(self.runner.call_steps, left)
         try:
-            steps = self.runner.decode(min(self.runner.call_steps, left))
+            self.prefixes.make_host_room(sum(self._pages_ahead(t, count) for t in running))
+            steps = self.runner.decode(count)
             now = self.runner.look()
         except Exception as error:
             self._strikes += 1
@@ -200,14 +208,19 @@ class ServingLoop:
 
     def _park(self, ticket: Ticket, *, first: bool) -> bool:
         """Takes a request off the GPU with all it has; False where the parking is full."""
-        place = self.runner.park(ticket.slot)
-        if place is None:
+        if (place := self._take_place(ticket.slot)) is None:
             return False
         self.scheduler.leave(ticket)
         ticket.place = place
         self.scheduler.requeue(ticket, self.number, first=first)
         self.meter.events["preempted"] += 1
         return True
+
+    def _take_place(self, slot: int) -> int | None:
+        """Parks what stands in a slot, in the place of cached prefixes if need be; None where the parking is full."""
+        while (place := self.runner.park(slot)) is None and self.runner.can_park and self.prefixes.evict():
+            pass
+        return place
 
     def image_of(self, ticket: Ticket) -> RequestImage | None:
         """All that a request has computed, which it keeps; one in a slot is parked for that and comes back.
@@ -219,7 +232,7 @@ class ServingLoop:
             return self.runner.export(ticket.place)
         if slot < 0 or not ticket.length or not self.runner.can_park:
             return ticket.image
-        while (place := self.runner.park(slot)) is None:
+        while (place := self._take_place(slot)) is None:
             self._shelve(self.scheduler.parked[-1])
         try:
             return self.runner.export(place)
@@ -242,11 +255,13 @@ class ServingLoop:
     def _land(self, ticket: Ticket) -> bool:
         """Brings a request that waited outside the cache to the parking; False where none can, and it begins anew."""
         assert ticket.image is not None
+        self.prefixes.make_host_room(ticket.image.progress.host_pages)
         while self.runner.can_park:
             if (place := self.runner.take_in(ticket.image)) is not None:
                 ticket.place, ticket.image = place, None
                 return True
-            self._shelve(self.scheduler.parked[-1])
+            if not self.prefixes.evict():
+                self._shelve(self.scheduler.parked[-1])
         self._begin_anew(ticket)
         return False
 
@@ -296,6 +311,7 @@ class ServingLoop:
         traceback.clear_frames(error.__traceback__)  # or the error would keep the arrays of a lost cache alive
         if lost or not self.runner.sound:
             self.runner.reset()
+            self.prefixes.index.clear()
             self.meter.events["resets"] += 1
             scheduler = self.scheduler
             for ticket in sorted([*scheduler.active.values(), *scheduler.parked], key=lambda t: t.number):
@@ -305,6 +321,10 @@ class ServingLoop:
                     self._begin_anew(ticket)
         for ticket in concerned:
             self._end(ticket, End.FAILED, error)
+
+    def _pages_ahead(self, ticket: Ticket, num_steps: int) -> int:
+        """Host pages that a request takes in so many steps."""
+        return max(0, self.layout.num_pages(min(ticket.request.limit, ticket.length + num_steps)) - ticket.pages)
 
     def _running(self) -> list[Ticket]:
         return [t for t in self.scheduler.active.values() if t.phase is Phase.RUNNING]

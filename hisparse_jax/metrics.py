@@ -22,8 +22,12 @@ REQUEST_STATES = ("queued", "parked", "prefilling", "running")
 PAGE_STATES = ("dirty", "pending", "clean", "host_only", "parked")
 """dirty, pending, clean: on the GPU with a host copy that is not complete, under way, complete. The others: on the host alone."""
 
-EVENTS = ("submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "prefilled_tokens")
-"""restarted: computed anew from the prompt. resets: the whole cache was lost to a failed program and begun anew."""
+EVENTS = (
+    "submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "prefilled_tokens",
+    "prefix_lookups", "prefix_hits", "prefix_hit_tokens", "prefixes_cached", "prefixes_evicted", "prefixes_skipped",
+)  # fmt: skip
+"""restarted: computed anew from the prompt. resets: the whole cache was lost to a failed program and begun anew.
+prefixes_skipped: not cached for want of room, even with every other one evicted."""
 
 MOVES = tuple(field.name for field in dataclasses.fields(Traffic))
 """Rows and pages moved between the tiers, all C4 layers together: `tiered.Traffic`. What parking and resuming moves is not in."""
@@ -67,6 +71,9 @@ class Snapshot:
     gpu: PoolUse
     host: PoolUse
     hot_regions: int
+    cached_prefixes: int
+    cached_pages: int
+    """Different pages of all cached prefixes; running requests may share them, so they may count among `pages` too."""
     pages: Mapping[str, int]
     """`PAGE_STATES`, pages of all requests."""
     layers: tuple[LayerCounts, ...]
@@ -101,7 +108,19 @@ class Meter:
         self.traffic = np.zeros(len(MOVES), np.int64)
         self.queue_seconds = 0.0
 
-    def snapshot(self, step: int, now: View, *, queued: int, parked: int, prefilling: int, running: int, parked_pages: int):
+    def snapshot(
+        self,
+        step: int,
+        now: View,
+        *,
+        queued: int,
+        parked: int,
+        prefilling: int,
+        running: int,
+        parked_pages: int,
+        cached_prefixes: int,
+        cached_pages: int,
+    ) -> Snapshot:
         """The sums, and the state as of `now`."""
         layout = self.layout
         row, page = layout.entry.row_bytes, layout.page_bytes
@@ -121,6 +140,8 @@ class Meter:
             gpu=PoolUse(int(now.gpu_free), layout.gpu_blocks - 1 - int(now.gpu_free)),
             host=PoolUse(int(now.host_free), layout.host_blocks - 1 - int(now.host_free)),
             hot_regions=int(np.sum(now.hot)),
+            cached_prefixes=cached_prefixes,
+            cached_pages=cached_pages,
             pages=MappingProxyType(dict(zip(PAGE_STATES, pages, strict=True))),
             layers=tuple(layers),
             moved=MappingProxyType(dict(zip(MOVES, (swapped, staged, mirrored, copied), strict=True))),
@@ -146,6 +167,8 @@ class SnapshotCollector(Collector):
             yield _gauge(f"{pool}_blocks", f"Blocks of the {pool} pool", "state", dataclasses.asdict(use))
         yield _gauge("pages", "Pages of all requests by state", "state", now.pages)
         yield GaugeMetricFamily("hisparse_hot_regions", "Requests that own a hot region", value=now.hot_regions)
+        yield GaugeMetricFamily("hisparse_cached_prefixes", "Prompt prefixes kept for later requests", value=now.cached_prefixes)
+        yield GaugeMetricFamily("hisparse_cached_pages", "Different pages of the cached prefixes", value=now.cached_pages)
         selected = CounterMetricFamily("hisparse_selected_entries", "Entries selected in decode", labels=["layer", "became"])
         swapped = CounterMetricFamily("hisparse_swapped_bytes", "Bytes of rows swapped in by decode", labels=["layer"])
         for counts in now.layers:

@@ -49,7 +49,7 @@ Ids = Int32[Array, " _"]
 
 
 class Parking(struct.PyTreeNode):
-    """`K` places (`parked_requests`) for preempted requests, donated from call to call like the state.
+    """`K` places (`parking_places`) for preempted requests and cached prefixes, donated from call to call like the state.
 
     sequences, traffic           as in the state, by place.
     pages: u8[A, bytes] each     pinned; one pool per base group, `bytes` a page of all its layers.
@@ -65,17 +65,17 @@ class Parking(struct.PyTreeNode):
 
 def init_parking(layout: CacheLayout) -> Parking:
     """Free places. Raises `ConfigError` where the layout has none, or host memory is short."""
-    places = layout.cache.parked_requests
     if not layout.parking_blocks:
         raise ConfigError(
-            f"parked_requests={places} and {layout.host_blocks} host blocks keep no request; raise parked_requests."
+            f"parked_requests={layout.cache.parked_requests} and cached_prefixes={layout.cache.cached_prefixes} with "
+            f"{layout.host_blocks} host blocks keep nothing; raise parked_requests or cached_prefixes."
         )
     check_host_budget(layout.parking_bytes)
     rest = committed(assemble_parking(layout, (), jnp.zeros((1, 1), jnp.uint8)))
     group_bytes = [sum(place.page_bytes for place in group) for group in layout.base_groups]
     return rest.replace(
         pages=tuple(make_host_pool(layout.parking_blocks, size) for size in group_bytes),
-        snapshots=make_host_pool(places + 1, layout.snapshot_bytes),
+        snapshots=make_host_pool(layout.parking_places + 1, layout.snapshot_bytes),
     )
 
 
@@ -83,7 +83,7 @@ def assemble_parking(
     layout: CacheLayout, pages: tuple[UInt8[Array, "A group_bytes"], ...], snapshots: UInt8[Array, "K1 snapshot_bytes"]
 ) -> Parking:
     """Free places around pools that exist already, or are only specified (`jax.eval_shape`)."""
-    places = layout.cache.parked_requests
+    places = layout.parking_places
     return Parking(
         ledger=init_parking_ledger(layout.parking_blocks, places, layout.max_pages),
         sequences=init_sequences(places),
@@ -105,17 +105,7 @@ def preempt(
     state, parking, plan, place, status = _plan_preempt(state, parking, jnp.int32(slot), layout=layout)
     if (status := Status(int(status))) is not Status.OK:
         return state, parking, None, status
-    state, parking = _copy_out(
-        state,
-        parking,
-        jnp.int32(slot),
-        _place_row(int(place)),
-        _by_group(plan.base),
-        ffi.pinned_ids(np.asarray(plan.parked)),
-        _by_group(plan.source),
-        ffi.pinned_ids(np.asarray(plan.host)),
-        layout=layout,
-    )
+    state, parking = copy_out(state, parking, slot, int(place), plan, layout=layout)
     return state, parking, int(place), status
 
 
@@ -130,7 +120,41 @@ def resume(
     state, parking, plan, given_up, status = _plan_resume(state, parking, jnp.int32(place), jnp.int32(slot), layout=layout)
     if (status := Status(int(status))) is not Status.OK:
         return state, parking, status
-    state, parking = _copy_back(
+    state, parking = copy_back(state, parking, slot, place, plan, given_up, layout=layout)
+    return state, parking, status
+
+
+def discard(state: TieredState, parking: Parking, place: int, *, layout: CacheLayout) -> tuple[TieredState, Parking, Status]:
+    """Ends a parked request or cached prefix: its host blocks and parking pages are free, where nobody else has them.
+
+    `REFUSED`, and nothing changed, where there is none.
+    """
+    state, parking, status = _discard(state, parking, jnp.int32(place), layout=layout)
+    return state, parking, Status(int(status))
+
+
+def copy_out(
+    state: TieredState, parking: Parking, slot: int, place: int, plan: ParkPlan, *, layout: CacheLayout
+) -> tuple[TieredState, Parking]:
+    """Makes a plan's copies, and one of the slot's windows and rings, to a place."""
+    return _copy_out(
+        state,
+        parking,
+        jnp.int32(slot),
+        _place_row(place),
+        _by_group(plan.base),
+        ffi.pinned_ids(np.asarray(plan.parked)),
+        _by_group(plan.source),
+        ffi.pinned_ids(np.asarray(plan.host)),
+        layout=layout,
+    )
+
+
+def copy_back(
+    state: TieredState, parking: Parking, slot: int, place: int, plan: ResumePlan, given_up: SpillPlan, *, layout: CacheLayout
+) -> tuple[TieredState, Parking]:
+    """Makes the copies of what others gave up, then the plan's, and one of the place's windows and rings, to a slot."""
+    return _copy_back(
         state,
         parking,
         jnp.int32(slot),
@@ -143,13 +167,19 @@ def resume(
         _by_group(plan.resident),
         layout=layout,
     )
-    return state, parking, status
 
 
-def discard(state: TieredState, parking: Parking, place: int, *, layout: CacheLayout) -> tuple[TieredState, Parking, Status]:
-    """Ends a parked request: its host blocks and parking pages are free. `REFUSED`, and nothing changed, where there is none."""
-    state, parking, status = _discard(state, parking, jnp.int32(place), layout=layout)
-    return state, parking, Status(int(status))
+def make_blocks_free(state: TieredState, num_blocks: Int32[Array, ""], layout: CacheLayout) -> tuple[TieredState, SpillPlan]:
+    """Lets requests give up history where fewer than `num_blocks` GPU blocks are free: `(state, given_up)`.
+
+    What they give up is committed here: its copies must be the first that the program after this one makes.
+    """
+    ledger = seal_written(state, state.sequences.running, layout)
+    short = jnp.maximum(num_blocks - ledger.tables.pool.num_free, 0)
+    budget = layout.cache.max_requests * spill_budget(layout)  # there is but one plan, so it may take all that there is
+    ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
+    state = state.replace(ledger=ledger)
+    return (commit_copies(state, given_up) if budget else state), given_up
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames=("state", "parking"))
@@ -167,7 +197,7 @@ def _plan_preempt(
     left = mask & ok
     copied = jnp.sum(plan.host != NULL_BLOCK, dtype=jnp.int32) * len(layout.model.c4_layers)
     traffic = state.traffic.replace(copied_pages=state.traffic.copied_pages + jnp.where(left, copied, 0))
-    row = jnp.where(ok, place, layout.cache.parked_requests)
+    row = jnp.where(ok, place, layout.parking_places)
     parking = parking.replace(
         ledger=lot,
         sequences=move_row(sequences, slot, parking.sequences, row),
@@ -212,15 +242,8 @@ def _copy_out(
 def _plan_resume(
     state: TieredState, parking: Parking, place: Int32[Array, ""], slot: Int32[Array, ""], *, layout: CacheLayout
 ) -> tuple[TieredState, Parking, ResumePlan, SpillPlan, Int32[Array, ""]]:
-    """What others give up is committed here: its copies are the first that the program after this one makes."""
     traces["parking.resume"] += 1
-    ledger = seal_written(state, state.sequences.running, layout)
-    short = jnp.maximum(blocks_to_resume(ledger, parking.ledger, place) - ledger.tables.pool.num_free, 0)
-    budget = layout.cache.max_requests * spill_budget(layout)  # there is but one plan, so it may take all that there is
-    ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
-    roomy = state.replace(ledger=ledger)
-    if budget:
-        roomy = commit_copies(roomy, given_up)
+    roomy, given_up = make_blocks_free(state, blocks_to_resume(state.ledger, parking.ledger, place), layout)
     ledger, lot, plan, status = unpark(roomy.ledger, parking.ledger, place, slot)
     ok = status == Status.OK
     row = jnp.where(ok, slot, layout.cache.max_requests)

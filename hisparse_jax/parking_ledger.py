@@ -20,12 +20,15 @@ from hisparse_jax.status import NULL_BLOCK, Status
 class ParkingLedger(struct.PyTreeNode):
     """`K` places of requests of up to `P` pages. A place is taken while its page 0 has a host block.
 
+    A block may stand in several places and slots: pages of a cached prefix (`prefix_ledger`), each with a reference of its own.
+
     pool: BlockPool        parking blocks, A of them; one holds one page of every base group.
     base: i32[K, P]        page to parking block; null past the pages that hold rows.
     host_table: i32[K, P]  page to host block, as in the slot that was left: whole prompts have theirs from admission.
     valid: bool[K, P]      the host copy is complete, and stays so as the page fills.
     num_pages: i32[K]      pages that hold rows.
     pages_lost: i32[K]     pages given up before.
+    cached: bool[K]        the place holds a prefix for any number of requests, not a request.
     """
 
     pool: BlockPool
@@ -34,10 +37,11 @@ class ParkingLedger(struct.PyTreeNode):
     valid: Bool[Array, "K P"]
     num_pages: Int32[Array, " K"]
     pages_lost: Int32[Array, " K"]
+    cached: Bool[Array, " K"]
 
     @property
     def taken(self) -> Bool[Array, " K"]:
-        """Which places hold a request."""
+        """Which places hold a request or a prefix."""
         return self.host_table[:, 0] != NULL_BLOCK
 
 
@@ -81,6 +85,7 @@ def init_parking_ledger(num_blocks: int, num_places: int, max_pages: int) -> Par
         valid=per_page.astype(bool),
         num_pages=jnp.zeros(num_places, jnp.int32),
         pages_lost=jnp.zeros(num_places, jnp.int32),
+        cached=jnp.zeros(num_places, bool),
     )
 
 
@@ -141,8 +146,8 @@ def park(
 
 
 def blocks_to_resume(ledger: Ledger, parking: ParkingLedger, place: Int32[Array, ""]) -> Int32[Array, ""]:
-    """GPU blocks that `unpark` takes; 0 for a place that is free or does not exist."""
-    known, inside = _look_up(parking, place)
+    """GPU blocks that the request or prefix of a place takes; 0 for a place that is free or does not exist."""
+    known, inside = look_up(parking, place)
     return jnp.where(known, _demand(ledger, parking.num_pages[inside])[1], 0)
 
 
@@ -155,30 +160,57 @@ def unpark(
     than the region gets them all and no region, so it never needs more than it could have held before. The plan's copies come
     before the request runs.
 
-    Returns `(ledger, parking, plan, status)`: `OUT_OF_BLOCKS`; `REFUSED` for a place that is free or does not exist and for a
-    slot that is taken or outside 0..B-1. Then nothing changes.
+    Returns `(ledger, parking, plan, status)`: `OUT_OF_BLOCKS`; `REFUSED` for a place that holds no request or does not exist
+    and for a slot that is taken or outside 0..B-1. Then nothing changes.
+    """
+    known, inside = look_up(parking, place)
+    batch = ledger.host_table.shape[0]
+    real = (slot >= 0) & (slot < batch)
+    legal = known & ~parking.cached[inside] & real & ~ledger.admitted[jnp.where(real, slot, 0)]
+    nobody = jnp.int32(0)
+    back, plan, got = move_in(ledger, parking, inside, slot, legal, donor=nobody, num_donated=nobody)
+    status = jnp.where(legal, got, Status.REFUSED).astype(jnp.int32)
+    return back, _vacate(parking, inside, status == Status.OK), plan, status
+
+
+def move_in(
+    ledger: Ledger,
+    parking: ParkingLedger,
+    place: Int32[Array, ""],
+    slot: Int32[Array, ""],
+    legal: Bool[Array, ""],
+    *,
+    donor: Int32[Array, ""],
+    num_donated: Int32[Array, ""],
+) -> tuple[Ledger, ResumePlan, Int32[Array, ""]]:
+    """`slot` with the pages of a place that stays as it is: `(ledger, plan, status)`; nothing changes where not `legal`.
+
+    The first `num_donated` base pages are the blocks of slot `donor`, by reference: they hold the same rows. The others get
+    blocks of their own.
     """
     groups, batch, hot_pages = ledger.hot.shape
     num_base, _, max_pages = ledger.tables.base.shape
-    known, inside = _look_up(parking, place)
-    real = (slot >= 0) & (slot < batch)
-    legal = known & real & ~ledger.admitted[jnp.where(real, slot, 0)]
-    num_pages = parking.num_pages[inside]
+    num_pages = parking.num_pages[place]
     kept, need = _demand(ledger, num_pages)
+    own = num_base * (num_pages - num_donated)
     num_resident = most_resident(max_pages, hot_pages)
     pool, blocks, got = allocate(
         ledger.tables.pool,
-        jnp.where(legal, need, 0),
+        jnp.where(legal, need - num_base * num_donated, 0),
         max_count=num_base * max_pages + groups * max(num_resident, min(TAIL_PAGES, max_pages) + hot_pages),
     )
     ok = legal & (got == Status.OK)
 
     page = jnp.arange(max_pages, dtype=jnp.int32)
     nth = jnp.arange(num_resident, dtype=jnp.int32)
-    base = _deal(blocks, 0, num_base, ok & (page < num_pages))
-    resident = _deal(blocks, num_base * num_pages, groups, ok & (nth < kept))
+    donated = ok & (page < num_donated)
+    fresh = _deal(blocks, 0, num_base, ok & (page < num_pages - num_donated))
+    fresh = jnp.where(donated[None], NULL_BLOCK, fresh[:, jnp.maximum(page - num_donated, 0)])
+    base = jnp.where(donated[None], ledger.tables.base[:, donor], fresh)
+    pool, _ = touch(pool, jnp.where(donated[None], base, NULL_BLOCK).reshape(-1))
+    resident = _deal(blocks, own, groups, ok & (nth < kept))
     region = jnp.full(hot_pages, ok & (kept < num_pages))
-    hot = _deal(blocks, num_base * num_pages + groups * kept, groups, region)
+    hot = _deal(blocks, own + groups * kept, groups, region)
     newest = jnp.where(nth < kept, num_pages - kept + nth, max_pages)
 
     row = jnp.where(ok, slot, batch)
@@ -190,25 +222,27 @@ def unpark(
     )
     back = ledger.replace(
         tables=tables,
-        host_table=ledger.host_table.at[row].set(parking.host_table[inside], mode="drop"),
+        host_table=ledger.host_table.at[row].set(parking.host_table[place], mode="drop"),
         hot=ledger.hot.at[:, row].set(hot, mode="drop"),
-        valid=ledger.valid.at[row].set(parking.valid[inside], mode="drop"),
-        pages_lost=ledger.pages_lost.at[row].set(parking.pages_lost[inside], mode="drop"),
+        valid=ledger.valid.at[row].set(parking.valid[place], mode="drop"),
+        pages_lost=ledger.pages_lost.at[row].set(parking.pages_lost[place], mode="drop"),
     )
-    host = jnp.where(nth < kept, parking.host_table[inside][jnp.minimum(newest, max_pages - 1)], NULL_BLOCK)
+    host = jnp.where(nth < kept, parking.host_table[place][jnp.minimum(newest, max_pages - 1)], NULL_BLOCK)
     plan = ResumePlan(
-        parked=jnp.where(ok, parking.base[inside], NULL_BLOCK),
-        base=base,
+        parked=jnp.where(ok & ~donated, parking.base[place], NULL_BLOCK),
+        base=fresh,
         host=jnp.where(ok, host, NULL_BLOCK),
         resident=resident,
     )
-    status = jnp.where(legal, got, Status.REFUSED).astype(jnp.int32)
-    return keep(ok, back, ledger), _vacate(parking, inside, ok), plan, status
+    return keep(ok, back, ledger), plan, got
 
 
 def drop(ledger: Ledger, parking: ParkingLedger, place: Int32[Array, ""]) -> tuple[Ledger, ParkingLedger, Int32[Array, ""]]:
-    """Ends a parked request: its host and parking blocks go back, last page first. `REFUSED` for a place that holds none."""
-    known, inside = _look_up(parking, place)
+    """Ends a parked request or a cached prefix: its references on host and parking blocks go, last page first.
+
+    `REFUSED` for a place that holds neither.
+    """
+    known, inside = look_up(parking, place)
     host, _ = free(ledger.host, jnp.where(known, parking.host_table[inside, ::-1], NULL_BLOCK))
     status = jnp.where(known, Status.OK, Status.REFUSED).astype(jnp.int32)
     return ledger.replace(host=host), _vacate(parking, inside, known), status
@@ -266,8 +300,8 @@ def keep(ok: Bool[Array, ""], after, before):
     return jax.tree.map(lambda a, b: jnp.where(ok, a, b), after, before)
 
 
-def _look_up(parking: ParkingLedger, place: Int32[Array, ""]) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
-    """Whether the place holds a request, and a place to index with."""
+def look_up(parking: ParkingLedger, place: Int32[Array, ""]) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
+    """Whether the place is taken, and a place to index with."""
     real = (place >= 0) & (place < parking.taken.shape[0])
     inside = jnp.where(real, place, 0)
     return real & parking.taken[inside], inside
@@ -298,4 +332,5 @@ def _vacate(parking: ParkingLedger, place: Int32[Array, ""], ok: Bool[Array, ""]
         valid=parking.valid.at[row].set(False, mode="drop"),
         num_pages=parking.num_pages.at[row].set(0, mode="drop"),
         pages_lost=parking.pages_lost.at[row].set(0, mode="drop"),
+        cached=parking.cached.at[row].set(False, mode="drop"),
     )

@@ -95,16 +95,24 @@ def pad_chunk(prompt: Sequence[int], begin: int, count: int, chunk_tokens: int) 
 
 
 def admit_sequence(
-    sequences: Sequences, slot: int, limit: int, *, seed: int = 0, temperature: float = 0.0, stop_token: int = -1
+    sequences: Sequences,
+    slot: int,
+    limit: int,
+    *,
+    length: int = 0,
+    seed: int = 0,
+    temperature: float = 0.0,
+    stop_token: int = -1,
 ) -> Sequences:
-    """`sequences` with `slot` set up for a new request of length 0. Raises `PromptError` for a bad slot or option."""
+    """`sequences` with `slot` set up for a new request, of whose tokens `length` are cached. Raises `PromptError` for a bad slot
+    or option."""
     batch = sequences.length.shape[0]
     if not 0 <= slot < batch:
         raise PromptError(f"slot {slot} does not exist; slots are 0..{batch - 1} (max_requests).")
     if bool(np.asarray(sequences.running)[slot]):
         raise PromptError(f"slot {slot} is running a request; finish it first.")
     check_sampling(seed, temperature)
-    start = {"length": 0, "token": 0, "limit": limit, "stop_token": stop_token, "seed": seed, "running": False}
+    start = {"length": length, "token": 0, "limit": limit, "stop_token": stop_token, "seed": seed, "running": False}
     return _with_slot(sequences, slot, temperature=temperature, **start)
 
 

@@ -48,6 +48,8 @@ class Request:
     temperature: float = 0.0
     seed: int = 0
     stop_token: int = -1
+    tenant: bytes = b""
+    """Requests share cached prefixes within a tenant alone. No token depends on it."""
 
     @property
     def limit(self) -> int:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from hisparse_jax import decode, images, parking
+from hisparse_jax import decode, images, parking, prefix_places
 from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
@@ -140,13 +140,41 @@ class Runner:
             stop_token=request.stop_token,
         )
 
-    def prefill(self, slot: int, prompt: tuple[int, ...], begin: int) -> tuple[int, np.ndarray | None, Status]:
-        """Computes the next chunk of a prompt: `(tokens in the cache, logits, status)`.
+    def adopt(self, place: int, slot: int, request: Request, length: int) -> Status:
+        """As `admit`, with the prefix of `length` tokens in `place`; but for `OK` nothing changed."""
+        assert self.parking is not None
+        self.state, self.parking, status = prefix_places.adopt(
+            self.state,
+            self.parking,
+            place,
+            slot,
+            request.prompt,
+            length,
+            layout=self.layout,
+            max_new_tokens=request.max_new_tokens - 1,
+            seed=request.seed,
+            temperature=request.temperature,
+            stop_token=request.stop_token,
+        )
+        return status
+
+    def publish(self, slot: int, like: int, num_shared: int) -> int | None:
+        """Caches what a request holds: its place, or None where there is no room. No backup may be under way."""
+        assert self.parking is not None
+        self.state, self.parking, place, status = prefix_places.publish(
+            self.state, self.parking, slot, layout=self.layout, like=like, num_shared=num_shared
+        )
+        if status not in (Status.OK, Status.OUT_OF_PARKING, Status.OUT_OF_HOST_BLOCKS):
+            raise_for_status(status, f"publication of the request in slot {slot}")
+        return place
+
+    def prefill(self, slot: int, prompt: tuple[int, ...], begin: int, end: int) -> tuple[int, np.ndarray | None, Status]:
+        """Computes the next chunk of a prompt, up to `end` at most: `(tokens in the cache, logits, status)`.
 
         Logits f32[V] of the prompt's last token come with the chunk that ends it; the request then runs, and `look` has its
         first token. A status other than OK says that nothing was computed.
         """
-        count = min(self.layout.cache.chunk_tokens, len(prompt) - begin)
+        count = min(self.layout.cache.chunk_tokens, end - begin)
         self.state, self.pending, output, status = decode.prefill_step(
             self.model, self.state, slot, prompt, begin, count, self.pending, layout=self.layout
         )
@@ -182,12 +210,13 @@ class Runner:
 
     @property
     def can_park(self) -> bool:
-        return self.parking is not None
+        return self.layout.cache.parked_requests > 0 and self.parking is not None
 
     def park(self, slot: int) -> int | None:
         """Takes a request off the GPU and keeps it: its place, or None where there is no room for it."""
-        if self.parking is None:
+        if not self.can_park:
             return None
+        assert self.parking is not None
         self.flush()
         self.state, self.parking, place, status = parking.preempt(self.state, self.parking, slot, layout=self.layout)
         if status not in (Status.OK, Status.OUT_OF_PARKING):
@@ -205,10 +234,10 @@ class Runner:
         return status is Status.OK
 
     def discard(self, place: int) -> None:
-        """Gives back all that a parked request holds."""
+        """Gives back all that a parked request or a cached prefix holds."""
         assert self.parking is not None
         self.state, self.parking, status = parking.discard(self.state, self.parking, place, layout=self.layout)
-        raise_for_status(status, f"end of the request in place {place}")
+        raise_for_status(status, f"end of what place {place} holds")
 
     def export(self, place: int) -> RequestImage:
         """A parked request as an image; it stays parked."""

@@ -143,6 +143,7 @@ def _pack(ticket: Ticket, image: RequestImage | None) -> tuple[dict[str, Any], d
         "temperature": float(request.temperature),
         "seed": int(request.seed),
         "stop_token": int(request.stop_token),
+        "tenant": request.tenant.hex(),
         "produced": ticket.produced,
         "reserve_all": ticket.reserve_all,
         "started": ticket.started,
@@ -160,7 +161,8 @@ def _pack(ticket: Ticket, image: RequestImage | None) -> tuple[dict[str, Any], d
 def _unpack(number: int, about: dict[str, Any], arrays: dict[str, Any], layout: CacheLayout, path: pathlib.Path):
     """What makes the request's ticket, given what its handle needs. Raises `SaveError` for one that `layout` can never hold."""
     names = ("max_new_tokens", "temperature", "seed", "stop_token")
-    request = Request(tuple(arrays["prompt"].tolist()), **{name: about[name] for name in names})
+    tenant = bytes.fromhex(about["tenant"])  # a prompt computed anew shares with its own tenant alone
+    request = Request(tuple(arrays["prompt"].tolist()), **{name: about[name] for name in names}, tenant=tenant)
     now, image = about["progress"], None
     try:
         Scheduler(layout, growth_reserve=0.0, patience=1, ahead=1).check(request)

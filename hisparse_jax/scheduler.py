@@ -16,6 +16,7 @@ import numpy as np
 from hisparse_jax.capacity import min_gpu_blocks
 from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
+from hisparse_jax.prefix import Links
 from hisparse_jax.prompts import PromptError, check_prompt, check_sampling
 from hisparse_jax.requests import Handle, Request
 
@@ -49,6 +50,10 @@ class Ticket:
     """Host pages held, or those that its image asks for."""
     produced: int = 0
     """Tokens sampled since the prompt was last begun."""
+    links: Links = ()
+    """Of the prompt's full pages, where prefixes are cached."""
+    cuts: tuple[int, ...] = ()
+    """Lengths, still to come, at which the prompt is cached for others."""
     reserve_all: bool = False
     """It had to make way once: it comes back when its whole length fits."""
     traffic: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(4, np.int64))

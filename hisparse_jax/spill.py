@@ -41,14 +41,15 @@ def plan_spill(ledger: Ledger, pages: Bool[Array, "B P"], *, release_after: bool
     """Plans a copy of each page in `pages`, lower slots and pages first; refused ones are simply not in the plan.
 
     Refused: no host block, a resident group without the page, a transfer pending (one from before a preemption too) or a
-    release promised, the budget of `max_pages` spent. Without `release_after` also a page that is valid; with it, the last
+    release promised, a host block with other holders (pages of a cached prefix are complete and read by them), the budget of
+    `max_pages` spent. Without `release_after` also a page that is valid; with it, the last
     two pages. With `release_after` the page leaves the GPU at the commit; where the request has no hot region yet, a switch
     starts (or widens) and the pages leave together when the last is copied, if the pool can then give the region.
 
     A completed copy makes the page valid, so plan a page only when its rows are final or later ones are written through.
     """
     copies = pages & standing(ledger) & (ledger.host_table != NULL_BLOCK) & (ledger.transfer == 0) & ~ledger.release_after
-    copies = copies & (ledger.host_lease[ledger.host_table] == 0)
+    copies = copies & (ledger.host_lease[ledger.host_table] == 0) & (ledger.host.references[ledger.host_table] == 1)
     copies = copies & (behind_tail(ledger) if release_after else ~ledger.valid)
     ledger, plan, planned = _lease(ledger, copies, max_pages)
     return (promise(ledger, planned) if release_after else ledger), plan

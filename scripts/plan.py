@@ -39,6 +39,10 @@ class Args:
     """Preempted requests kept on the host at once, in memory beside the pools."""
     parked_pages: int | None = None
     """Pages of all parked requests together; default: the whole context of each."""
+    cached_prefixes: int = 0
+    """Prompt prefixes kept on the host for later requests, in memory beside the pools."""
+    cached_pages: int | None = None
+    """Pages of all cached prefixes together; default: the whole context of each."""
     hot_slots: int | None = None
     """Hot slots per request and C4 layer; default: twice the model's top-k."""
     index_keys: str | None = None
@@ -55,6 +59,8 @@ def plan(args: Args) -> CacheLayout:
         host_pool_bytes=to_bytes("--host-gib", args.host_gib),
         parked_requests=args.parked_requests,
         parked_pages=args.parked_pages,
+        cached_prefixes=args.cached_prefixes,
+        cached_pages=args.cached_pages,
         num_hot_slots=args.hot_slots,
         rows=args.rows,
         index_keys=args.index_keys,
@@ -92,6 +98,7 @@ def parking(layout: CacheLayout) -> dict[str, int]:
         return {}
     return {
         "parked_requests": layout.cache.parked_requests,
+        "cached_prefixes": layout.cache.cached_prefixes,
         "parking_blocks": layout.parking_blocks,
         "parked_page": layout.base_page,
         "snapshot_bytes": layout.snapshot_bytes,
@@ -131,7 +138,7 @@ def tier_table(layout: CacheLayout) -> Table:
     ):
         table.add_row(what, "" if blocks is None else f"{blocks:,}", f"{size:,}", note)
     if layout.parking_blocks:
-        places = f"pinned host, beside the pools; {layout.cache.parked_requests} places"
+        places = f"pinned host, beside the pools; {layout.parking_places} places"
         table.add_row("parking", f"{layout.parking_blocks:,}", f"{layout.parking_bytes:,}", places)
         table.add_row("  of it a page", "1", f"{layout.base_page:,}", "index keys and C128 entries")
         table.add_row("  of it a place", "", f"{layout.snapshot_bytes:,}", "windows and compressor states")

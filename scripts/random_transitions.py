@@ -11,16 +11,21 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from hisparse_jax import coordinator, reclaim, spill
+from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill
 from hisparse_jax.block_pool import BlockPool
 from hisparse_jax.coordinator import Ledger
+from hisparse_jax.parking_ledger import ParkingLedger
 from hisparse_jax.spill import SpillPlan, behind_tail, standing
 from hisparse_jax.status import NULL_BLOCK
 
 BATCH, PAGES, NEW, BUDGET, PLANS = 3, 8, 2, 4, 4
+PLACES, PARKED = 4, 14
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=BATCH, max_pages=PAGES)
 
-WEIGHTS = dict(admit=3, grow=8, seal=1, back_up=4, spill=4, reclaim=4, release_history=1, enqueue=4, complete=5, finish=1)
+WEIGHTS = dict(
+    admit=3, grow=8, seal=1, back_up=4, spill=4, reclaim=4, release_history=1, enqueue=4, complete=5, finish=1, park=1, unpark=2,
+    publish=3, adopt=3, drop=1,
+)  # fmt: skip
 """How often each is drawn; requests live long enough to grow, and slots are rarely empty."""
 
 OPERATIONS = tuple(WEIGHTS)
@@ -36,6 +41,9 @@ RULES = (
     "no page is lost before its owner has a hot region and its copy is under way",
     "the last two pages are never lost",
     "a pending transfer holds its host block's lease",
+    "parking blocks are held as often as counted, and all others are queued",
+    "a block stands for one page number, and a C4 block in one place",
+    "full pages of a cached prefix are complete on the host",
 )
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -45,11 +53,13 @@ class Walk(NamedTuple):
     """`PLANS` spill plans are kept open at most; a plan without transfers is none. `broken` counts by rule."""
 
     ledger: Ledger
+    parking: ParkingLedger
     plans: SpillPlan
     key: Array
     taken: Int32[Array, " operations"]
     lost: Int32[Array, ""]
     regions: Int32[Array, ""]
+    shared: Int32[Array, ""]
     broken: Int32[Array, " rules"]
 
 
@@ -61,10 +71,12 @@ def walk(count: int, seed: int, *, stride: int = 100_000) -> dict:
     state = _end(state)
     breaches = [f"{int(n)} transitions broke: {rule}" for rule, n in zip(RULES, state.broken, strict=True) if n]
     ledger = state.ledger
-    if int(ledger.tables.pool.num_free) != SIZES["num_blocks"] - 1 or int(ledger.host.num_free) != SIZES["num_host_blocks"] - 1:
+    pools = (ledger.tables.pool, ledger.host, state.parking.pool)
+    if [int(pool.num_free) for pool in pools] != [SIZES["num_blocks"] - 1, SIZES["num_host_blocks"] - 1, PARKED - 1]:
         breaches.append("with all requests gone and all transfers done, a pool is not full")
     taken = dict(zip(OPERATIONS, map(int, state.taken), strict=True))
     planned = {"pages_planned": int(ledger.next_transfer) - 1, "pages_lost": int(state.lost), "regions_taken": int(state.regions)}
+    planned["pages_adopted"] = int(state.shared)
     return {"count": count, **taken, **planned, "breaches": breaches}
 
 
@@ -74,11 +86,13 @@ def _start(seed: int) -> Walk:
     plans = jax.tree.map(lambda x: jnp.stack([x] * PLANS), none)
     return Walk(
         ledger,
+        parking_ledger.init_parking_ledger(PARKED, PLACES, PAGES),
         plans,
         jax.random.key(seed),
         taken=jnp.zeros(len(OPERATIONS), jnp.int32),
         lost=jnp.int32(0),
         regions=jnp.int32(0),
+        shared=jnp.int32(0),
         broken=jnp.zeros(len(RULES), jnp.int32),
     )
 
@@ -90,17 +104,19 @@ def _go(state: Walk, count: Int32[Array, ""]) -> Walk:
 
 @functools.partial(jax.jit, compiler_options=QUICK)
 def _end(state: Walk) -> Walk:
-    ledger = state.ledger
+    ledger, parking = state.ledger, state.parking
     for i in range(PLANS):
         ledger = spill.commit_completed(ledger, jax.tree.map(lambda x, i=i: x[i], state.plans))
     for slot in range(BATCH):
         ledger, _ = coordinator.finish(ledger, jnp.int32(slot))
-    return state._replace(ledger=ledger, broken=state.broken + _broken(ledger))
+    for place in range(PLACES):
+        ledger, parking, _ = parking_ledger.drop(ledger, parking, jnp.int32(place))
+    return state._replace(ledger=ledger, parking=parking, broken=state.broken + _broken(ledger, parking))
 
 
 def _step(state: Walk) -> Walk:
     key, pick, first, second, third = jax.random.split(state.key, 5)
-    ledger = state.ledger
+    ledger, parking = state.ledger, state.parking
     open_ = state.plans.count > 0
     full = jnp.all(open_)
     odds = jnp.log(jnp.asarray(list(WEIGHTS.values()), jnp.float32))
@@ -108,42 +124,63 @@ def _step(state: Walk) -> Walk:
     planning = (operation >= OPERATIONS.index("back_up")) & (operation <= OPERATIONS.index("release_history"))
     operation = jnp.where(planning & full, OPERATIONS.index("complete"), operation)
     chosen = jax.random.randint(first, (), 0, PLANS)
-    place = jnp.where(operation < OPERATIONS.index("enqueue"), jnp.argmin(open_).astype(jnp.int32), chosen)
-    plan = jax.tree.map(lambda x: x[place], state.plans)
+    which = jnp.where(operation < OPERATIONS.index("enqueue"), jnp.argmin(open_).astype(jnp.int32), chosen)
+    plan = jax.tree.map(lambda x: x[which], state.plans)
     slot = jax.random.randint(first, (), -1, BATCH + 1)
     amounts = jax.random.randint(second, (BATCH,), -1, PAGES + 2)
     pages = jax.random.bernoulli(third, 0.4, (BATCH, PAGES))
     requests = jax.random.bernoulli(third, 0.5, (BATCH,))
     few = jnp.where(amounts > NEW + 1, amounts % (NEW + 1), amounts)
+    place = jax.random.randint(second, (), -1, PLACES + 1)
+    here, there = jnp.clip(slot, 0, BATCH - 1), jnp.clip(place, 0, PLACES - 1)
+    grown, odd = ledger.tables.num_pages[here], amounts[1] % 2
+    whole = jnp.sum(jnp.cumprod(ledger.valid[here], dtype=jnp.int32), dtype=jnp.int32)
+    common = jnp.clip(amounts[2], 0, jnp.sum(parking.valid[there] & parking.cached[there], dtype=jnp.int32))
 
     def alone(ledger):
-        return ledger, plan
+        return ledger, parking, plan
+
+    def planned(result):
+        return result[0], parking, result[1]
+
+    def placed(result):
+        return result[0], result[1], plan
 
     branches = {
         "admit": lambda: alone(coordinator.admit(ledger, slot, amounts[0])[0]),
         "grow": lambda: alone(coordinator.grow(ledger, few, max_new_pages=NEW)[0]),
         "seal": lambda: alone(coordinator.seal(ledger, few)),
-        "back_up": lambda: spill.plan_spill(ledger, pages, release_after=False, max_pages=BUDGET),
-        "spill": lambda: spill.plan_spill(ledger, pages, release_after=True, max_pages=BUDGET),
-        "reclaim": lambda: reclaim.reclaim(ledger, amounts[0] * 2, max_pages=BUDGET),
-        "release_history": lambda: reclaim.release_history(ledger, requests, max_pages=BUDGET),
+        "back_up": lambda: planned(spill.plan_spill(ledger, pages, release_after=False, max_pages=BUDGET)),
+        "spill": lambda: planned(spill.plan_spill(ledger, pages, release_after=True, max_pages=BUDGET)),
+        "reclaim": lambda: planned(reclaim.reclaim(ledger, amounts[0] * 2, max_pages=BUDGET)),
+        "release_history": lambda: planned(reclaim.release_history(ledger, requests, max_pages=BUDGET)),
         "enqueue": lambda: alone(spill.commit_enqueued(ledger, plan)),
-        "complete": lambda: (spill.commit_completed(ledger, plan), jax.tree.map(jnp.zeros_like, plan)),
+        "complete": lambda: (spill.commit_completed(ledger, plan), parking, jax.tree.map(jnp.zeros_like, plan)),
         "finish": lambda: alone(coordinator.finish(ledger, slot)[0]),
+        "park": lambda: placed(parking_ledger.park(ledger, parking, slot, grown, grown - odd)),
+        "unpark": lambda: placed(parking_ledger.unpark(ledger, parking, place, slot)),
+        "publish": lambda: placed(
+            prefix_ledger.publish(ledger, parking, slot, jnp.minimum(whole + odd, grown), whole, place, common)
+        ),
+        "adopt": lambda: alone(prefix_ledger.adopt(ledger, parking, place, slot, amounts[0] + 2 * odd)[0]),
+        "drop": lambda: placed(parking_ledger.drop(ledger, parking, place)),
     }
-    after, plan = jax.lax.switch(operation, [branches[name] for name in OPERATIONS])
+    after, parking, plan = jax.lax.switch(operation, [branches[name] for name in OPERATIONS])
+    adopted = jnp.sum(after.valid & ~ledger.valid, dtype=jnp.int32) * (operation == OPERATIONS.index("adopt"))
     return Walk(
         after,
-        jax.tree.map(lambda all_, one: all_.at[place].set(one), state.plans, plan),
+        parking,
+        jax.tree.map(lambda all_, one: all_.at[which].set(one), state.plans, plan),
         key,
         taken=state.taken.at[operation].add(1),
         lost=state.lost + jnp.sum(jnp.maximum(after.pages_lost - ledger.pages_lost, 0), dtype=jnp.int32),
         regions=state.regions + jnp.sum(after.has_hot & ~ledger.has_hot, dtype=jnp.int32),
-        broken=state.broken + _broken(after),
+        shared=state.shared + adopted,
+        broken=state.broken + _broken(after, parking),
     )
 
 
-def _broken(ledger: Ledger) -> Int32[Array, " rules"]:
+def _broken(ledger: Ledger, parking: ParkingLedger) -> Int32[Array, " rules"]:
     """1 for each of `RULES` that does not hold."""
     tables = ledger.tables
     on_gpu, grown = standing(ledger), jnp.arange(PAGES)[None] < tables.num_pages[:, None]
@@ -151,9 +188,12 @@ def _broken(ledger: Ledger) -> Int32[Array, " rules"]:
     pending = ledger.transfer > 0
     gpu = [tables.base.reshape(-1), tables.resident.reshape(-1), ledger.hot.reshape(-1)]
     hot = ledger.hot != NULL_BLOCK
+    hosts = jnp.concatenate([ledger.host_table, parking.host_table])
+    alone = _single(tables.pool, jnp.concatenate(gpu[1:]))
+    paged = _same_page(tables.pool, tables.base.reshape(-1, PAGES)) & _same_page(ledger.host, hosts)
     holds = (
         _counted(tables.pool, jnp.concatenate(gpu), ledger.gpu_lease),
-        _counted(ledger.host, ledger.host_table.reshape(-1), ledger.host_lease),
+        _counted(ledger.host, hosts.reshape(-1), ledger.host_lease),
         _queued(tables.pool),
         _queued(ledger.host),
         jnp.all(on_gpu == jnp.any(tables.resident != NULL_BLOCK, axis=0)),
@@ -162,14 +202,33 @@ def _broken(ledger: Ledger) -> Int32[Array, " rules"]:
         jnp.all(~lost | (ledger.has_hot[:, None] & (ledger.valid | pending))),
         ~jnp.any(lost & ~behind_tail(ledger)),
         jnp.all(~pending | (ledger.host_lease[ledger.host_table] == ledger.transfer)),
+        _counted(parking.pool, parking.base.reshape(-1), 0 * parking.pool.references) & _queued(parking.pool),
+        alone & paged & _same_page(parking.pool, parking.base),
+        jnp.all(~parking.cached | (jnp.sum(parking.valid, axis=1) >= jnp.maximum(parking.num_pages - 1, 1))),
     )
     return (~jnp.stack(holds)).astype(jnp.int32)
 
 
 def _counted(pool: BlockPool, entries: Int32[Array, " E"], lease: Int32[Array, " N"]):
-    """References are table entries and leases, none of the null block, and a block stands in one place at most."""
-    entered = jnp.zeros_like(pool.references).at[entries].add(1).at[NULL_BLOCK].set(0)
-    return jnp.all(entered <= 1) & jnp.all(pool.references == entered + (lease > 0))
+    """References are entries of tables and places, and leases; none of the null block."""
+    return jnp.all(pool.references == _entered(pool, entries) + (lease > 0))
+
+
+def _entered(pool: BlockPool, entries: Int32[Array, " E"]) -> Int32[Array, " N"]:
+    return jnp.zeros_like(pool.references).at[entries].add(1).at[NULL_BLOCK].set(0)
+
+
+def _single(pool: BlockPool, entries: Int32[Array, " E"]):
+    """No block stands in two places."""
+    return jnp.all(_entered(pool, entries) <= 1)
+
+
+def _same_page(pool: BlockPool, tables: Int32[Array, "rows P"]):
+    """A block that stands in several tables is the same page of each."""
+    page = jnp.broadcast_to(jnp.arange(tables.shape[1], dtype=jnp.int32), tables.shape)
+    first = jnp.full_like(pool.references, tables.shape[1]).at[tables].min(page)
+    last = jnp.full_like(pool.references, -1).at[tables].max(page)
+    return jnp.all((last <= first).at[NULL_BLOCK].set(True))
 
 
 def _queued(pool: BlockPool):

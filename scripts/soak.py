@@ -1,9 +1,10 @@
 """Does an engine under load, out of memory in both tiers, still give every request the logits that it has alone?
 
-Requests of random lengths arrive in bursts, sample, stop, are cancelled, preempted and begun anew, and fail in their callbacks,
-on a cache that holds a fraction of what they want. Then each is computed again, alone and fully resident, through the same
-compiled batch and chunk shapes, and every token and bit is compared. The books are audited on the way and at the end. Tables for
-people go to stderr; the last line of stdout is JSON. Exit code 0: nothing amiss; 1: a breach; 2: bad input.
+Requests of random lengths arrive in bursts, begin alike, continue earlier ones, sample, stop, are cancelled, preempted and begun
+anew, and fail in their callbacks, on a cache that holds a fraction of what they want. Then each is computed again, alone and
+fully resident, through the same compiled batch and chunk shapes, and every token and bit is compared. The books are audited on
+the way and at the end. Tables for people go to stderr; the last line of stdout is JSON. Exit code 0: nothing amiss; 1: a breach;
+2: bad input.
 
     .venv/bin/python scripts/soak.py --requests 64 --oversubscribe 4 --steps 2000 --seed 1
     .venv/bin/python scripts/soak.py --requests 0 --transitions 1000000
@@ -67,6 +68,12 @@ class Args:
     """Requests that run at once."""
     parked: int = 4
     """Requests that the parking holds; 0: whoever makes way begins anew."""
+    cached: int = 16
+    """Prompt prefixes that the parking holds beside them."""
+    cached_host: int = 24
+    """Host pages for them, beside those of the requests."""
+    prefix_cache: bool = True
+    """Adopt cached prefixes; else each prompt is computed from its first token."""
     max_model_len: int = 1_024
     page_entries: int = 32
     """C4 entries of a page."""
@@ -90,6 +97,8 @@ class Planned:
     """Rounds from its submission to its cancellation."""
     raise_at: int | None
     """The callback raises at this token."""
+    follows: "Planned | None" = None
+    """The request that this one continues: its prompt and tokens come before `prompt`."""
     handle: Handle | None = None
 
 
@@ -125,13 +134,15 @@ def soak(args: Args, breaches: list[str]) -> dict:
         growth_reserve=float(rng.choice([0.0, 0.3, 1.0], p=[0.5, 0.3, 0.2])),
         patience=int(rng.integers(4, 32)),
         keep_logits=True,
+        prefix_caching=args.prefix_cache and args.cached > 0,
     )
     engine = Engine(model, layout, settings, threaded=False)
     planned = plan_requests(args, layout, rng)
     started = time.perf_counter()
     growth = serve(args, engine, planned, breaches)
     seconds = time.perf_counter() - started
-    last = engine.snapshot
+    engine._loop.prefixes.clear()
+    last = engine._loop.look()
     check_end(engine, last, layout, breaches)
     engine.shutdown()
     breaches += [f"the process grew by {growth:.0f} MiB after its last compilation"] if growth > FLAT_MIB else []
@@ -157,34 +168,54 @@ def soak(args: Args, breaches: list[str]) -> dict:
 
 
 def plan(args: Args) -> CacheLayout:
-    """The GPU holds `1 / oversubscribe` of what the longest requests in all slots want, the host half as much again; either
-    holds at least one of them."""
+    """The GPU holds `1 / oversubscribe` of what the longest requests in all slots want, the host half as much again and a share
+    for cached prefixes; either holds at least one of them."""
     cache = CacheConfig(
         max_model_len=args.max_model_len, max_requests=args.slots, gpu_blocks=2, host_blocks=2 + args.max_model_len,
-        parked_requests=args.parked, num_hot_slots=args.hot_slots, rows=args.rows, page_entries=args.page_entries,
-        chunk_tokens=args.chunk_tokens, stretch_steps=args.call_steps, backup=args.backup, reclaim=args.reclaim,
+        parked_requests=args.parked, cached_prefixes=args.cached, num_hot_slots=args.hot_slots, rows=args.rows,
+        page_entries=args.page_entries, chunk_tokens=args.chunk_tokens, stretch_steps=args.call_steps, backup=args.backup,
+        reclaim=args.reclaim,
     )  # fmt: skip
     draft = plan_layout(preset(args.model), cache)
     wanted = draft.growing_groups * draft.max_pages * args.slots
     gpu = max(min_gpu_blocks(draft, args.max_model_len), 1 + math.ceil(wanted / args.oversubscribe))
     host = max(draft.max_pages + 2, 1 + math.ceil(1.5 * draft.max_pages * args.slots / args.oversubscribe))
-    return plan_layout(preset(args.model), dataclasses.replace(cache, gpu_blocks=gpu, host_blocks=host))
+    return plan_layout(preset(args.model), dataclasses.replace(cache, gpu_blocks=gpu, host_blocks=host + args.cached_host))
 
 
 def plan_requests(args: Args, layout: CacheLayout, rng: np.random.Generator) -> list[Planned]:
-    """Bursts of short, middling and long prompts."""
+    """Bursts of short, middling and long prompts; some begin alike, are repeated, or continue an earlier request."""
     step, planned = 0, []
+    vocab = layout.model.vocab_size
+    heads = [rng.integers(0, vocab, int(rng.integers(100, 500))).tolist() for _ in range(3)]
     for number in range(args.requests):
         step += int(rng.integers(1, 60)) if rng.random() < 0.15 else 0
         new = int(rng.choice([rng.integers(1, 32), rng.integers(32, 300)]))
         most = layout.cache.max_model_len - new
         length = min(most, int(rng.choice([rng.integers(1, 64), rng.integers(64, 400), rng.integers(300, most + 1)])))
-        prompt = rng.integers(0, layout.model.vocab_size, length).tolist()
-        stop = int(rng.integers(layout.model.vocab_size)) if rng.random() < 0.25 else -1
-        options = {"seed": number, "temperature": float(rng.choice([0.0, 0.7, 1.3])), "stop_token": stop}
+        prompt, follows, kind = rng.integers(0, vocab, length).tolist(), None, rng.random()
+        if kind < 0.35:
+            head = heads[int(rng.integers(len(heads)))]
+            prompt = (head[: len(head) if rng.random() < 0.5 else int(rng.integers(1, len(head)))] + prompt)[:most]
+        elif kind < 0.45 and planned:
+            prompt = planned[int(rng.integers(number))].prompt[:most] or prompt
+        elif kind < 0.7 and planned:
+            follows = planned[int(rng.integers(max(0, number - 6), number))]
+            prompt = prompt[: int(rng.integers(64))]
+        tenant = str(rng.choice(["", "other"], p=[0.8, 0.2])) if follows is None else follows.options["tenant"]
+        stop = int(rng.integers(vocab)) if rng.random() < 0.25 else -1
+        options = {"seed": number, "temperature": float(rng.choice([0.0, 0.7, 1.3])), "stop_token": stop, "tenant": tenant}
         cancel = int(rng.integers(0, 80)) if rng.random() < 0.2 else None
-        planned.append(Planned(step, prompt, new, options, cancel, int(rng.integers(96)) if rng.random() < 0.08 else None))
+        raises = int(rng.integers(96)) if rng.random() < 0.08 else None
+        planned.append(Planned(step, prompt, new, options, cancel, raises, follows))
     return planned
+
+
+def prompt_of(item: Planned, layout: CacheLayout) -> list[int]:
+    """What is asked: of one that continues another, the other's prompt and the tokens it got too, as far as there is room."""
+    before = item.follows.handle if item.follows else None
+    whole = ([*before.request.prompt, *before.tokens] if before else []) + item.prompt
+    return whole[: layout.cache.max_model_len - item.max_new_tokens]
 
 
 def serve(args: Args, engine: Engine, planned: list[Planned], breaches: list[str]) -> float:
@@ -193,9 +224,10 @@ def serve(args: Args, engine: Engine, planned: list[Planned], breaches: list[str
     compiled, base, now = -1, 0.0, 0.0
     rounds = track(range(args.steps), "serving", console=stderr, transient=True)
     for step in rounds:
-        while todo and todo[0].step <= step:
-            item = todo.pop(0)
-            item.handle = engine.submit(item.prompt, item.max_new_tokens, on_token=raiser(item.raise_at), **item.options)
+        for item in [item for item in todo if item.step <= step and not waits(item)]:
+            todo.remove(item)
+            prompt = prompt_of(item, engine.layout)
+            item.handle = engine.submit(prompt, item.max_new_tokens, on_token=raiser(item.raise_at), **item.options)
             if item.cancel_after is not None:
                 live[step + item.cancel_after] = [*live.get(step + item.cancel_after, []), item.handle]
         for handle in live.pop(step, []):
@@ -211,6 +243,11 @@ def serve(args: Args, engine: Engine, planned: list[Planned], breaches: list[str
         open_ = [repr(item.handle) for item in planned if not (item.handle and item.handle.done)]
         breaches.append(f"{len(open_)} requests have not ended after {args.steps} rounds: {', '.join(open_[:3])}")
     return now - base
+
+
+def waits(item: Planned) -> bool:
+    """Whether the request that it continues has not ended."""
+    return item.follows is not None and not (item.follows.handle and item.follows.handle.done)
 
 
 def raiser(at: int | None):
@@ -235,20 +272,38 @@ def audit(engine: Engine) -> list[str]:
     tables, found = ledger.tables, []
     gpu = [tables.base, tables.resident, ledger.hot]
     host = [ledger.host_table, *([parking.ledger.host_table] if parking else [])]
-    for name, pool, held, lease in (("GPU", tables.pool, gpu, ledger.gpu_lease), ("host", ledger.host, host, ledger.host_lease)):
+    pools = [("GPU", tables.pool, gpu, ledger.gpu_lease), ("host", ledger.host, host, ledger.host_lease)]
+    if parking:
+        pools.append(("parking", parking.ledger.pool, [parking.ledger.base], 0 * parking.ledger.pool.references))
+    for name, pool, held, lease in pools:
         references = np.asarray(pool.references)
-        standing = np.bincount(np.concatenate([np.asarray(x).ravel() for x in held]), minlength=len(references))
+        entries = [np.asarray(x) for x in held]
+        standing = np.bincount(np.concatenate([x.ravel() for x in entries]), minlength=len(references))
         standing[0] = 0
         counted = standing + (np.asarray(lease) > 0)
-        if standing.max() > 1:
-            found.append(f"round {loop.number}: a {name} block stands in two places")
+        shared = np.flatnonzero(standing > 1)
+        pages = [np.nonzero(np.isin(x, shared))[-1] for x in entries]
+        named = [x[np.isin(x, shared)] for x in entries]
+        if len(set(zip(np.concatenate(named).tolist(), np.concatenate(pages).tolist(), strict=True))) > len(shared):
+            found.append(f"round {loop.number}: a {name} block stands for two pages")
         if (references != counted).any() or int(pool.num_free) != (references[1:] == 0).sum():
             found.append(f"round {loop.number}: {name} blocks are held {counted.sum()} times, counted {references.sum()} times")
     if found:
         return found
+    c4 = np.concatenate([np.asarray(x).ravel() for x in (tables.resident, ledger.hot)])
+    if len(np.unique(c4[c4 > 0])) < (c4 > 0).sum():
+        found.append(f"round {loop.number}: a C4 block stands in two places")
+    index = loop.prefixes.index
     books = sum(t.pages for t in [*loop.scheduler.active.values(), *loop.scheduler.parked])
+    books += sum(engine.layout.num_pages(prefix.length) for prefix in index)
     held = sum(int((np.asarray(x) > 0).sum()) for x in host)
-    return [] if books == held else [f"round {loop.number}: the books have {books} host pages, the tables {held}"]
+    found += [] if books == held else [f"round {loop.number}: the books have {books} host pages, the tables {held}"]
+    if parking:
+        for table in (parking.ledger.host_table, parking.ledger.base):
+            cached = np.asarray(table)[np.asarray(parking.ledger.cached)]
+            if len(np.unique(cached[cached > 0])) != index.num_pages:
+                found.append(f"round {loop.number}: cached prefixes hold other pages than the {index.num_pages} counted")
+    return found
 
 
 def check_end(engine: Engine, last: Snapshot, layout: CacheLayout, breaches: list[str]) -> None:

@@ -1,6 +1,6 @@
 """What the engine's tests share: one layout, that of a small soak, so that a process compiles each program once.
 
-12 host pages of 128 tokens, and GPU blocks for about two long requests.
+12 host pages of 128 tokens, GPU blocks for about two long requests, places for 3 parked ones and 6 prefixes.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ from hisparse_jax.solo import solo
 from hisparse_jax.tiered import COUNT_NAMES
 
 SOAK = runpy.run_path(str(pathlib.Path(__file__).parent.parent / "scripts" / "soak.py"), run_name="soak")
-LAYOUT = SOAK["plan"](SOAK["Args"](slots=4, parked=3))
+LAYOUT = SOAK["plan"](SOAK["Args"](slots=4, parked=3, cached=6, cached_host=0))
 PAGE = LAYOUT.page_tokens
-SETTINGS = EngineConfig(call_steps=8, keep_logits=True)
+SETTINGS = EngineConfig(call_steps=8, keep_logits=True, prefix_caching=False)
 
 SHORT, MIDDLE, LONG = text(30, vocab=128), text(200, vocab=128), text(590, vocab=128)
 """1, 2 and 5 pages."""

@@ -19,9 +19,15 @@ QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes
 
 @dataclasses.dataclass
 class Page:
-    """One page; it outlives its request while a transfer leases its blocks. `home` stands for its host block."""
+    """One page; it outlives its request while a transfer leases its blocks.
+
+    `home` stands for its host block, `base` for its blocks in the base groups, `parked` for its parking block: who shares a block
+    has the same object.
+    """
 
     home: object = dataclasses.field(default_factory=object)
+    base: object = dataclasses.field(default_factory=object)
+    parked: object = dataclasses.field(default_factory=object)
     in_host_table: bool = True
     grown: bool = False
     in_gpu_table: bool = False
@@ -42,6 +48,7 @@ class Request:
     pages: list[Page]
     hot: bool = False
     lost: int = 0
+    cached: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -55,22 +62,26 @@ class Request:
         return [p for p in self.pages[: max(self.num_pages - 2, 0)] if p.in_gpu_table and not p.promised]
 
 
+def _different(things: list) -> int:
+    return len(set(map(id, things)))
+
+
 def _among(page: Page, pages: list[Page]) -> bool:
     return any(page is other for other in pages)
 
 
 class TierModel:
-    """`slots[b]` is a `Request` or None, and so is `places[k]`, of a parking with `parking_free` blocks."""
+    """`slots[b]` is a `Request` or None, and so is `places[k]`, of a parking with `parking_blocks` blocks but the null one."""
 
     def __init__(
-        self, *, num_blocks, num_host_blocks, num_base, num_resident, hot_pages, batch, max_pages, places=0, parking_free=0
+        self, *, num_blocks, num_host_blocks, num_base, num_resident, hot_pages, batch, max_pages, places=0, parking_blocks=0
     ):
         self.usable, self.host_usable = num_blocks - 1, num_host_blocks - 1
         self.base, self.groups, self.hot_cost = num_base, num_resident, num_resident * hot_pages
         self.max_pages = max_pages
         self.slots: list[Request | None] = [None] * batch
         self.places: list[Request | None] = [None] * places
-        self.parking_free, self.hot_pages = parking_free, hot_pages
+        self.parking_blocks, self.hot_pages = parking_blocks, hot_pages
         self.orphans: list[Page] = []
         self.lost = [0] * batch
         self.next_transfer = 1
@@ -86,11 +97,15 @@ class TierModel:
         return [page for _, _, page in self.pages()] + parked + self.orphans
 
     def gpu_free(self) -> int:
-        fixed = sum(self.base * r.num_pages + self.hot_cost * r.hot for _, r in self.requests())
+        fixed = self.base * _different([page.base for _, _, page in self.pages() if page.grown])
+        fixed += sum(self.hot_cost * r.hot for _, r in self.requests())
         return self.usable - fixed - self.groups * sum(bool(p.in_gpu_table or p.gpu_lease) for p in self.all_pages())
 
     def host_free(self) -> int:
-        return self.host_usable - len({id(p.home) for p in self.all_pages() if p.in_host_table or p.host_lease})
+        return self.host_usable - _different([p.home for p in self.all_pages() if p.in_host_table or p.host_lease])
+
+    def parking_free(self) -> int:
+        return self.parking_blocks - _different([p.parked for r in self.places if r for p in r.pages if p.written])
 
     def admit(self, slot: int, num_pages: int) -> Status:
         if not 0 <= slot < len(self.slots) or self.slots[slot] or not 1 <= num_pages <= self.max_pages:
@@ -156,7 +171,7 @@ class TierModel:
         homeless = any(not request.pages[i].in_gpu_table for i in copies)
         if homeless or any(page.transfer for page in request.pages[num_full:]):
             return Status.REFUSED, -1, []
-        if None not in self.places or num_pages > self.parking_free:
+        if None not in self.places or num_pages > self.parking_free():
             return Status.OUT_OF_PARKING, -1, []
         place = self.places.index(None)
         kept = []
@@ -166,12 +181,11 @@ class TierModel:
             if page.host_lease:
                 self.orphans.append(page)
         self.places[place], self.slots[slot] = Request(kept, lost=self.lost[slot]), None
-        self.parking_free -= num_pages
         return Status.OK, place, copies
 
     def unpark(self, place: int, slot: int) -> Status:
         request = self.places[place] if 0 <= place < len(self.places) else None
-        if not request or not 0 <= slot < len(self.slots) or self.slots[slot]:
+        if not request or request.cached or not 0 <= slot < len(self.slots) or self.slots[slot]:
             return Status.REFUSED
         written = [page for page in request.pages if page.written]
         whole = len(written) <= self.hot_pages + 2
@@ -183,13 +197,66 @@ class TierModel:
             page.grown, page.in_gpu_table = True, _among(page, newest)
         request.hot = not whole
         self.slots[slot], self.lost[slot], self.places[place] = request, request.lost, None
-        self.parking_free += len(written)
+        return Status.OK
+
+    def publish(self, slot: int, num_pages: int, num_full: int, like: int, num_shared: int) -> tuple[Status, int]:
+        """Status and place."""
+        request = self.slots[slot] if 0 <= slot < len(self.slots) else None
+        if not request or not max(1, num_pages - 1) <= num_full <= num_pages <= request.num_pages:
+            return Status.REFUSED, -1
+        if any(not page.valid or page.transfer for page in request.pages[:num_full]):
+            return Status.REFUSED, -1
+        if any(not page.in_gpu_table for page in request.pages[num_full:num_pages]) or not 0 <= num_shared <= num_full:
+            return Status.REFUSED, -1
+        older = self.places[like] if 0 <= like < len(self.places) else None
+        if num_shared and (not older or not older.cached or num_shared > sum(page.valid for page in older.pages)):
+            return Status.REFUSED, -1
+        if None not in self.places or num_pages - num_shared > self.parking_free():
+            return Status.OUT_OF_PARKING, -1
+        if num_pages - num_full > self.host_free():
+            return Status.OUT_OF_HOST_BLOCKS, -1
+        pages = []
+        for i, page in enumerate(request.pages[:num_pages]):
+            same = older.pages[i] if older and i < num_shared else page if i < num_full else Page()
+            kept = Page(home=same.home, valid=i < num_full, written=True)
+            kept.parked = same.parked if i < num_shared else kept.parked
+            pages.append(kept)
+        place = self.places.index(None)
+        self.places[place] = Request(pages, cached=True)
+        return Status.OK, place
+
+    def adopt(self, place: int, slot: int, num_pages: int) -> Status:
+        prefix = self.places[place] if 0 <= place < len(self.places) else None
+        if not prefix or not prefix.cached or not 0 <= slot < len(self.slots) or self.slots[slot]:
+            return Status.REFUSED
+        if not len(prefix.pages) <= num_pages <= self.max_pages:
+            return Status.REFUSED
+        full = [page for page in prefix.pages if page.valid]
+        if num_pages - len(full) > self.host_free():
+            return Status.OUT_OF_HOST_BLOCKS
+        donated: list[Page] = []
+        for _, request in self.requests():
+            pairs = zip(request.pages, full)
+            same = [mine.grown and mine.home is theirs.home for mine, theirs in pairs]
+            leading = same.index(False) if False in same else len(same)
+            donated = request.pages[:leading] if leading > len(donated) else donated
+        count = len(prefix.pages)
+        whole = count <= self.hot_pages + 2
+        newest = count if whole else 2
+        cost = self.base * (count - len(donated)) + self.groups * newest + (0 if whole else self.hot_cost)
+        if cost > self.gpu_free():
+            return Status.OUT_OF_BLOCKS
+        pages = [Page() for _ in range(num_pages)]
+        for i, page in enumerate(pages[:count]):
+            page.grown, page.in_gpu_table, page.valid = True, i >= count - newest, i < len(full)
+            page.home = full[i].home if i < len(full) else page.home
+            page.base = donated[i].base if i < len(donated) else page.base
+        self.slots[slot], self.lost[slot] = Request(pages, hot=not whole), 0
         return Status.OK
 
     def drop(self, place: int) -> Status:
-        if not 0 <= place < len(self.places) or not (request := self.places[place]):
+        if not 0 <= place < len(self.places) or not self.places[place]:
             return Status.REFUSED
-        self.parking_free += sum(page.written for page in request.pages)
         self.places[place] = None
         return Status.OK
 
@@ -197,21 +264,23 @@ class TierModel:
         """Status, and the place of a request from elsewhere."""
         if not 0 <= num_full <= num_pages <= num_host or not 1 <= num_host <= self.max_pages:
             return Status.REFUSED, -1
-        if None not in self.places or num_pages > self.parking_free:
+        if None not in self.places or num_pages > self.parking_free():
             return Status.OUT_OF_PARKING, -1
         if num_host > self.host_free():
             return Status.OUT_OF_HOST_BLOCKS, -1
         place = self.places.index(None)
         self.places[place] = Request([Page(valid=i < num_full, written=i < num_pages) for i in range(num_host)], lost=lost)
-        self.parking_free -= num_pages
         return Status.OK, place
+
+    def _shared(self, page: Page) -> bool:
+        return sum(other.in_host_table and other.home is page.home for other in self.all_pages()) > 1
 
     def spill(self, pages: list[list[bool]], release_after: bool, budget: int) -> list[tuple[int, int, int]]:
         reclaimable = [p for _, r in self.requests() for p in r.candidates()]
         plan = []
         for slot, index, page in self.pages():
             legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
-            legal = legal and not any(o.host_lease and o.home is page.home for o in self.orphans)
+            legal = legal and not any(o.host_lease and o.home is page.home for o in self.orphans) and not self._shared(page)
             legal = legal and (_among(page, reclaimable) if release_after else not page.valid)
             if legal and len(plan) < budget:
                 plan.append(self._transfer(slot, index, page))
@@ -313,9 +382,19 @@ def _entries(*tables) -> np.ndarray:
 def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]], parking: ParkingLedger | None = None):
     """Asserts that tables, places, leases, free queues and the null block partition the pools.
 
-    `leases`: id -> (host, sources).
+    A block has a reference for each table entry, place and lease; only a page of a cached prefix stands in several tables, as the
+    same page of each. `leases`: id -> (host, sources).
     """
     tables = ledger.tables
+    hosts = [ledger.host_table] if parking is None else [ledger.host_table, parking.host_table]
+    once = [tables.resident, ledger.hot]
+    for shared in (tables.base, np.concatenate(hosts), *([] if parking is None else [parking.base])):
+        by_page = np.asarray(shared).reshape(-1, np.asarray(shared).shape[-1])
+        assert parking is not None or len(by_page[by_page > 0]) == len(set(by_page[by_page > 0].tolist()))
+        pages = [set(column[column != NULL_BLOCK].tolist()) for column in by_page.T]
+        assert sum(map(len, pages)) == len(set().union(*pages)), "a block stands for two pages"
+    c4 = _entries(*once)
+    assert len(set(c4[c4 != NULL_BLOCK].tolist())) == (c4 != NULL_BLOCK).sum(), "a C4 block stands in two places"
     gpu_entries = _entries(tables.base, tables.resident, ledger.hot)
     gpu_leased = {b: i for i, (_, s) in leases.items() for b in s}
     host_leased = {h: i for i, (h, _) in leases.items() if h}
@@ -327,7 +406,6 @@ def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]], park
         pools.append((parking.pool, _entries(parking.base), jnp.zeros_like(parking.pool.references), {}))
     for pool, entries, lease, leased in pools:
         named = entries[entries != NULL_BLOCK]
-        assert len(set(named.tolist())) == len(named), "a block stands in two places"
         holders = collections.Counter(named.tolist()) + collections.Counter(leased.keys())
         references = np.asarray(pool.references)
         assert references.tolist() == [holders[b] for b in range(len(references))]

@@ -16,7 +16,8 @@ from runs import TINY, build, poisoned, text, tight_layout
 
 from hisparse_jax import decode
 from hisparse_jax.layout import CacheLayout
-from hisparse_jax.parking import init_parking, preempt, resume
+from hisparse_jax.parking import Parking, init_parking, preempt, resume
+from hisparse_jax.state import TieredState
 from hisparse_jax.status import Status
 
 ON_A_GPU = pytest.param(
@@ -143,22 +144,7 @@ class Engine:
         assert not np.asarray(self.state.homeless).any()
 
     def poison(self):
-        """Sets every byte that nobody owns to 255: slab, host pools, parking, windows and rings."""
-        ledger, lot = self.state.ledger, self.parking.ledger
-        free_gpu, free_host, free_parked = (
-            np.flatnonzero(np.asarray(pool.references) == 0) for pool in (ledger.tables.pool, ledger.host, lot.pool)
-        )
-        idle = np.flatnonzero(~np.asarray(ledger.admitted))
-        empty = 1 + np.flatnonzero(~np.asarray(lot.taken))
-        self.state = self.state.replace(
-            slab=filled(self.state.slab, free_gpu),
-            pools=tuple(filled(pool, free_host) for pool in self.state.pools),
-            layers=jax.tree.map(lambda x: filled(x, idle), self.state.layers),
-        )
-        self.parking = self.parking.replace(
-            pages=tuple(filled(pages, free_parked) for pages in self.parking.pages),
-            snapshots=filled(self.parking.snapshots, empty),
-        )
+        self.state, self.parking = poison_unowned(self.state, self.parking)
 
     def check_empty(self):
         """Every pool is as full as at the start, every map and place empty."""
@@ -168,6 +154,25 @@ class Engine:
         assert free == [self.layout.gpu_blocks - 1, self.layout.host_blocks - 1, self.layout.parking_blocks - 1]
         assert not np.asarray(lot.taken).any()
         assert all((np.asarray(m.slot_host) == -1).all() for m in self.state.hot_maps)
+
+
+def poison_unowned(state: TieredState, parking: Parking) -> tuple[TieredState, Parking]:
+    """Every byte that nobody owns set to 255: slab, host pools, parking, windows and rings."""
+    ledger, lot = state.ledger, parking.ledger
+    free_gpu, free_host, free_parked = (
+        np.flatnonzero(np.asarray(pool.references) == 0) for pool in (ledger.tables.pool, ledger.host, lot.pool)
+    )
+    idle = np.flatnonzero(~np.asarray(ledger.admitted))
+    empty = 1 + np.flatnonzero(~np.asarray(lot.taken))
+    state = state.replace(
+        slab=filled(state.slab, free_gpu),
+        pools=tuple(filled(pool, free_host) for pool in state.pools),
+        layers=jax.tree.map(lambda x: filled(x, idle), state.layers),
+    )
+    parking = parking.replace(
+        pages=tuple(filled(pages, free_parked) for pages in parking.pages), snapshots=filled(parking.snapshots, empty)
+    )
+    return state, parking
 
 
 def filled(x, rows):

@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_model import QUICK, Page, TierModel, recount
 
-from hisparse_jax import coordinator, parking_ledger, reclaim, spill
+from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill
 from hisparse_jax.status import NULL_BLOCK, Status
 
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
 BATCH, PAGES, GROUPS, NEW, BUDGET = 3, 8, 2, 2, 4
-PLACES, PARKED = 2, 9
+PLACES, PARKED = 3, 11
 
 
 def once(function, **static):
@@ -35,6 +35,7 @@ reclaim_ = once(reclaim.reclaim, max_pages=BUDGET)
 release_history = once(reclaim.release_history, max_pages=BUDGET)
 park, unpark, drop = once(parking_ledger.park), once(parking_ledger.unpark), once(parking_ledger.drop)
 record = once(parking_ledger.record)
+publish, adopt = once(prefix_ledger.publish), once(prefix_ledger.adopt)
 
 slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
 places = st.integers(0, PLACES - 1) | st.sampled_from((-1, PLACES, 2**31 - 1))
@@ -54,7 +55,7 @@ class LedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.ledger = coordinator.init_ledger(**SIZES)
         self.parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
-        self.model = TierModel(**SIZES, places=PLACES, parking_free=PARKED)
+        self.model = TierModel(**SIZES, places=PLACES, parking_blocks=PARKED)
         self.plans, self.leases = [], {}
 
     @initialize(num_pages=per_request(st.integers(3, 6)))
@@ -220,10 +221,10 @@ class LedgerMachine(RuleBasedStateMachine):
         slot, _ = max(self.model.requests(), key=lambda entry: entry[1].num_pages)
         self.park(slot, ahead, partial)
 
-    @precondition(lambda self: any(self.model.places) and not all(self.model.slots))
+    @precondition(lambda self: any(r and not r.cached for r in self.model.places) and not all(self.model.slots))
     @rule()
     def unpark_any(self):
-        self.unpark(next(k for k, r in enumerate(self.model.places) if r), self.model.slots.index(None))
+        self.unpark(next(k for k, r in enumerate(self.model.places) if r and not r.cached), self.model.slots.index(None))
 
     @precondition(lambda self: any(self.model.slots))
     @rule(ahead=st.integers(0, 1), partial=st.integers(0, 1), crowded=st.booleans())
@@ -235,7 +236,7 @@ class LedgerMachine(RuleBasedStateMachine):
         else:
             for slot in range(BATCH):
                 self.finish(slot)
-        if any(self.model.places) and not all(self.model.slots):
+        if any(r and not r.cached for r in self.model.places) and not all(self.model.slots):
             self.unpark_any()
         self.agrees()
 
@@ -251,6 +252,87 @@ class LedgerMachine(RuleBasedStateMachine):
             return
         np.testing.assert_array_equal(parked, self.parking.base[int(place)])
         np.testing.assert_array_equal(host, self.parking.host_table[int(place)])
+
+    @rule(slot=slots, partial=st.integers(0, 1), like=places, num_shared=st.integers(0, 3))
+    def publish(self, slot, partial, like, num_shared):
+        request = self.model.slots[slot] if 0 <= slot < BATCH else None
+        num_pages = request.num_pages if request else 1
+        self._publish(slot, num_pages, num_pages - partial, like, num_shared)
+
+    counted = st.integers(-1, PAGES + 1)
+
+    @rule(slot=slots, num_pages=counted, num_full=counted, like=places, num_shared=counted)
+    def publish_at(self, slot, num_pages, num_full, like, num_shared):
+        self._publish(slot, num_pages, num_full, like, num_shared)
+
+    def _publish(self, slot, num_pages, num_full, like, num_shared):
+        before = self.ledger, self.parking
+        arguments = map(i32, (slot, num_pages, num_full, like, num_shared))
+        self.ledger, self.parking, plan, place, status = publish(*before, *arguments)
+        assert (int(status), int(place)) == self.model.publish(slot, num_pages, num_full, like, num_shared)
+        if int(status):
+            assert not any(np.asarray(x).any() for x in jax.tree.leaves(plan))
+            chex.assert_trees_all_equal((self.ledger, self.parking), before)
+            return
+        page, tables, where = np.arange(PAGES), before[0].tables, int(place)
+        copied, tail = (page >= num_shared) & (page < num_pages), (page >= num_full) & (page < num_pages)
+        np.testing.assert_array_equal(plan.base, np.where(copied, np.asarray(tables.base)[:, slot], 0))
+        np.testing.assert_array_equal(plan.parked, np.where(copied, np.asarray(self.parking.base)[where], 0))
+        np.testing.assert_array_equal(plan.source, np.where(tail, np.asarray(tables.resident)[:, slot], 0))
+        np.testing.assert_array_equal(plan.host, np.where(tail, np.asarray(self.parking.host_table)[where], 0))
+
+    @rule(place=places, slot=slots, num_pages=st.integers(1, PAGES) | st.sampled_from((-1, PAGES + 1, 2**31 - 1)))
+    def adopt(self, place, slot, num_pages):
+        before = self.ledger
+        self.ledger, plan, status = adopt(before, self.parking, i32(place), i32(slot), i32(num_pages))
+        assert int(status) == self.model.adopt(place, slot, num_pages)
+        if int(status):
+            assert not any(np.asarray(x).any() for x in jax.tree.leaves(plan))
+            chex.assert_trees_all_equal(self.ledger, before)
+            return
+        tables, parking = self.ledger.tables, self.parking
+        base, resident = np.asarray(tables.base)[:, slot], np.asarray(tables.resident)[:, slot]
+        fresh = np.asarray(before.tables.pool.references)[base] == 0
+        np.testing.assert_array_equal(plan.base, np.where(fresh, base, 0))
+        np.testing.assert_array_equal(plan.parked, np.where(fresh[0], np.asarray(parking.base)[place], 0))
+        back = resident[0] != NULL_BLOCK
+        count = int(back.sum())
+        np.testing.assert_array_equal(np.asarray(plan.resident)[:, :count], resident[:, back])
+        np.testing.assert_array_equal(np.asarray(plan.host)[:count], np.asarray(parking.host_table)[place, back])
+
+    @precondition(lambda self: any(self.model.slots))
+    @rule(partial=st.integers(0, 1), more=st.integers(0, 1), alone=st.booleans())
+    def share(self, partial, more, alone):
+        """With its copies done, the largest request is cached, and others adopt that while it runs and once it ended."""
+        slot, request = max(self.model.requests(), key=lambda entry: entry[1].num_pages)
+        for entry in self.plans:
+            self.ledger = commit_completed(self.ledger, entry[0])
+            self.model.complete(entry[1])
+        self.plans, self.leases = [], {}
+        if alone:
+            for other in range(BATCH):
+                self.finish(other if other != slot else -1)
+            for place in range(PLACES):
+                self.drop(place)
+        self.grow_all()
+        self.seal_all()
+        self.publish(slot, partial, -1, 0)
+        latest = max((k for k, r in enumerate(self.model.places) if r and r.cached), default=-1)
+        self.publish(slot, 1 - partial, latest, max(request.num_pages - 1, 0))
+        self.agrees()
+        self.adopt_any(more)
+        self.agrees()
+        self.finish(slot)
+        self.adopt_any(more)
+        self.agrees()
+
+    @precondition(lambda self: any(r and r.cached for r in self.model.places) and not all(self.model.slots))
+    @rule(more=st.integers(0, 2))
+    def adopt_any(self, more):
+        cached = [(k, r) for k, r in enumerate(self.model.places) if r and r.cached]
+        if cached and not all(self.model.slots):
+            place, prefix = cached[-1]
+            self.adopt(place, self.model.slots.index(None), len(prefix.pages) + more)
 
     @rule(place=places)
     def drop(self, place):
@@ -291,7 +373,8 @@ class LedgerMachine(RuleBasedStateMachine):
             for table, name in ((self.parking.host_table, "in_host_table"), (self.parking.base, "written")):
                 assert (np.asarray(table)[k] != NULL_BLOCK).tolist() == [getattr(page, name) for page in pages[:PAGES]]
             assert np.asarray(self.parking.valid)[k].tolist() == [page.valid for page in pages[:PAGES]]
-        assert int(self.parking.pool.num_free) == model.parking_free
+        assert int(self.parking.pool.num_free) == model.parking_free()
+        assert np.asarray(self.parking.cached).tolist() == [bool(r and r.cached) for r in model.places]
         recount(ledger, self.leases, self.parking)
         for b, request in enumerate(model.slots):
             if request and not resident[0, b, : request.num_pages].all():
@@ -313,6 +396,45 @@ class LedgerMachine(RuleBasedStateMachine):
 
 TestLedger = LedgerMachine.TestCase
 TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+def test_c8_a_page_whose_copy_is_under_way_is_not_published():
+    """Neither one that has no complete copy yet nor one that is on its way once more; nothing changes meanwhile."""
+    ledger, _ = admit(coordinator.init_ledger(**SIZES), i32(1), i32(4))
+    ledger, *_ = grow(ledger, i32([0, 2, 0]))
+    parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
+    first = jnp.zeros((BATCH, PAGES), bool).at[1, :2].set(True)
+
+    def published(ledger, num_pages, num_full):
+        after, lot, _, place, status = publish(ledger, parking, i32(1), i32(num_pages), i32(num_full), i32(-1), i32(0))
+        if int(status):
+            chex.assert_trees_all_equal((after, lot), (ledger, parking))
+        return Status(int(status)), int(place)
+
+    assert published(ledger, 1, 1) == (Status.REFUSED, -1)
+    ledger, plan = plan_spill[False](ledger, first)
+    assert int(plan.count) == 2 and published(ledger, 2, 2) == (Status.REFUSED, -1)
+    ledger = commit_enqueued(ledger, plan)
+    assert published(ledger, 2, 2) == (Status.REFUSED, -1)
+    ledger = commit_completed(ledger, plan)
+    assert published(ledger, 2, 2) == (Status.OK, 0) == published(ledger, 2, 1)
+    ledger, *_ = grow(ledger, i32([0, 2, 0]))
+    ledger, again = plan_spill[True](ledger, first)
+    assert int(again.count) == 2 and published(ledger, 2, 2) == (Status.REFUSED, -1), "valid, and on its way again"
+    assert published(commit_completed(ledger, again), 2, 2) == (Status.OK, 0)
+
+
+def test_a_page_that_others_share_is_not_written_over():
+    """Spilling it once more would write to a host page that they read."""
+    ledger, _ = admit(coordinator.init_ledger(**SIZES), i32(0), i32(4))
+    for _ in range(2):
+        ledger, *_ = grow(ledger, i32([2, 0, 0]))
+    ledger = seal(ledger, i32([4, 0, 0]))
+    parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
+    first = jnp.zeros((BATCH, PAGES), bool).at[0, 0].set(True)
+    shared, parking, _, _, status = publish(ledger, parking, i32(0), i32(4), i32(4), i32(-1), i32(0))
+    assert int(status) == Status.OK
+    assert int(plan_spill[True](shared, first)[1].count) == 0 < int(plan_spill[True](ledger, first)[1].count)
 
 
 def test_a_page_in_flight_since_before_a_preemption_is_not_planned_again():

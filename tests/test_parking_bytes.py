@@ -145,6 +145,15 @@ def test_parking_counts_in_the_host_budget_and_bad_plans_are_refused(monkeypatch
         options(parked_requests=-1)
     with pytest.raises(ConfigError, match="parked_pages=9 has no effect"):
         options(parked_requests=0, parked_pages=9)
+    with pytest.raises(ConfigError, match="cached_prefixes=-1 must not be negative"):
+        options(cached_prefixes=-1)
+    with pytest.raises(ConfigError, match="cached_pages=9 has no effect without cached_prefixes"):
+        options(cached_pages=9)
+    shared = options(cached_prefixes=5, cached_pages=9)
+    assert shared.parking_places == 3 + 5 and shared.parking_blocks == LAYOUT.parking_blocks + 9
+    assert shared.parking_bytes == LAYOUT.parking_bytes + 9 * shared.base_page + 5 * shared.snapshot_bytes
+    alone = options(parked_requests=0, cached_prefixes=2)
+    assert alone.parking_blocks == 1 + 2 * alone.max_pages and alone.parking_places == 2
     with pytest.raises(ConfigError, match="parked_pages=0 must be positive"):
         options(parked_pages=0)
     with pytest.raises(LayoutError, match="parked_pages=7 holds no request of max_model_len=1024, which has 8 pages"):

@@ -9,7 +9,7 @@ from runs import run_script
 pytestmark = pytest.mark.xdist_group("engine")
 
 SCRIPTS = pathlib.Path(__file__).parent.parent / "scripts"
-SMALL = ("--slots", 4, "--parked", 3, "--steps", 600)
+SMALL = ("--slots", 4, "--parked", 3, "--cached", 6, "--cached-host", 0, "--steps", 600)
 
 
 @pytest.mark.slow
@@ -21,6 +21,7 @@ def test_every_request_is_exact_under_pressure(capsys):
     assert result["compared_equal"] >= result["length"] + result["stop"] > 12
     assert result["preempted"] > 0 and result["resumed"] > 0 and result["cancelled"] > 0
     assert result["waits"]["gpu"] + result["waits"]["host"] > 0 and result["misses"] > 0
+    assert result["prefix_hits"] > 0
 
 
 def test_a_breach_is_told_by_the_exit_code(capsys):
@@ -35,3 +36,4 @@ def test_random_transitions(capsys, monkeypatch):
     result = json.loads(out.splitlines()[-1])["transitions"]
     assert code == 0, err
     assert result["count"] == 3_000 and result["pages_lost"] > 0 and result["regions_taken"] > 0
+    assert result["pages_adopted"] > 0

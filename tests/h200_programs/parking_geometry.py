@@ -1,4 +1,4 @@
-"""Preemption and return at V4-Flash's geometry: 64 requests of 131,072 tokens, 8 parked, a 40 GiB slab, 64 GiB of host pools.
+"""Preemption, return, publication at V4-Flash's geometry: 64 requests of 131,072 tokens, 8 places, 40 GiB slab, 64 GiB of pools.
 
 Some layers of each kind stand for 43; pages are spilled lazily, which copies most. Pools, parking pages and slab stay in place.
 """
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from h200 import assert_in_place, compile_for_h200, spec
 
-from hisparse_jax import parking
+from hisparse_jax import parking, prefix_places
 from hisparse_jax.config import CacheConfig, preset
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.parking import Parking, assemble_parking
@@ -44,7 +44,7 @@ def ids(count: int) -> jax.ShapeDtypeStruct:
 
 cache = CacheConfig(
     max_model_len=131_072, max_requests=64, gpu_pool_bytes=40 * 2**30, host_pool_bytes=64 * 2**30, backup="spill",
-    parked_requests=PLACES, parked_pages=2_048,
+    parked_requests=PLACES // 2, parked_pages=1_024, cached_prefixes=PLACES // 2, cached_pages=1_024,
 )  # fmt: skip
 layout = plan_layout(FLASH, cache)
 state, lot, number, row = state_specs(layout), parking_specs(layout), spec((), jnp.int32), (ids(1), ids(1))
@@ -54,8 +54,9 @@ for name, *rest in (
     ("_copy_out", number, row, base, pages, resident, pages),
     ("_plan_resume", number, number),
     ("_copy_back", number, row, resident, pages, pages, base, back, (back,) * layout.num_resident_groups),
+    ("_plan_publish", number, number, number),
 ):
-    function = inspect.unwrap(getattr(parking, name))
+    function = inspect.unwrap(getattr(parking, name, None) or getattr(prefix_places, name))
     compiled = compile_for_h200(lambda *args, f=function: f(*args, layout=layout), state, lot, *rest, donate=(0, 1))
     print(name, compiled.stats)
     assert_in_place(compiled, state.slab, *state.pools, *lot.pages, lot.snapshots)
