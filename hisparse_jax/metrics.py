@@ -19,8 +19,9 @@ from hisparse_jax.tiered import COUNT_NAMES, Traffic
 
 REQUEST_STATES = ("queued", "parked", "prefilling", "running")
 
-PAGE_STATES = ("dirty", "pending", "clean", "host_only", "parked")
-"""dirty, pending, clean: on the GPU with a host copy that is not complete, under way, complete. The others: on the host alone."""
+PAGE_STATES = ("dirty", "pending", "clean", "unpinned", "host_only", "parked")
+"""dirty, pending, clean: on the GPU with a host copy that is not complete, under way, complete. unpinned: clean, and its blocks
+count as free. The others: on the host alone."""
 
 EVENTS = ("submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "prefilled_tokens")
 """restarted: computed anew from the prompt. resets: the whole cache was lost to a failed program and begun anew."""
@@ -106,8 +107,8 @@ class Meter:
         layout = self.layout
         row, page = layout.entry.row_bytes, layout.page_bytes
         swapped, staged, mirrored, copied = (int(x) for x in self.traffic)
-        resident, pending, clean = (int(np.sum(x)) for x in (now.resident, now.pending, now.clean))
-        pages = (resident - pending - clean, pending, clean, int(np.sum(now.pages)) - resident, parked_pages)
+        resident, *clean = (int(np.sum(x)) for x in (now.resident, now.pending, now.clean, now.unpinned))
+        pages = (resident - sum(clean), *clean, int(np.sum(now.pages)) - resident, parked_pages)
         layers = (
             LayerCounts(layer, *map(int, counts), bytes_to_gpu=row * int(counts[COUNT_NAMES.index("misses")]))
             for layer, counts in zip(layout.model.c4_layers, self.counts, strict=True)

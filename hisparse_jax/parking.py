@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
-from hisparse_jax import ffi, reclaim
+from hisparse_jax import ffi
 from hisparse_jax.config import ConfigError
 from hisparse_jax.host_memory import check_host_budget, make_host_pool
 from hisparse_jax.hot_map import reset_requests
@@ -36,7 +36,7 @@ from hisparse_jax.parking_ledger import (
     park,
     unpark,
 )
-from hisparse_jax.room import commit_copies, copy_c4_pages, seal_written, spill_budget
+from hisparse_jax.room import commit_copies, copy_c4_pages, plan_room, seal_written, spill_budget, unpin_copied
 from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState
@@ -215,13 +215,12 @@ def _plan_resume(
     """What others give up is committed here: its copies are the first that the program after this one makes."""
     traces["parking.resume"] += 1
     ledger = seal_written(state, state.sequences.running, layout)
-    short = jnp.maximum(blocks_to_resume(ledger, parking.ledger, place) - ledger.tables.pool.num_free, 0)
-    budget = spill_budget(layout)
-    ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
+    needed = blocks_to_resume(ledger, parking.ledger, place)
+    ledger, given_up = plan_room(ledger, needed, layout)
     roomy = state.replace(ledger=ledger)
-    if budget:
+    if spill_budget(layout):
         roomy = commit_copies(roomy, given_up)
-    ledger, lot, plan, status = unpark(roomy.ledger, parking.ledger, place, slot)
+    ledger, lot, plan, status = unpark(unpin_copied(roomy.ledger, needed, layout), parking.ledger, place, slot)
     ok = status == Status.OK
     row = jnp.where(ok, slot, layout.cache.max_requests)
     mask = jnp.arange(layout.cache.max_requests, dtype=jnp.int32) == row

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from hisparse_jax import coordinator, reclaim, spill, transfer
-from hisparse_jax.block_tables import blocks_short
+from hisparse_jax import coordinator, reclaim, spill, transfer, unpin
+from hisparse_jax.block_tables import blocks_wanted
 from hisparse_jax.coordinator import Ledger
 from hisparse_jax.hot_map import forget_host_blocks
 from hisparse_jax.layout import CacheLayout
@@ -42,23 +42,38 @@ def spill_budget(layout: CacheLayout) -> int:
 def make_room(
     state: TieredState, new_pages: Int32[Array, " B"], layout: CacheLayout, *, max_new_pages: int
 ) -> tuple[TieredState, Bool[Array, " B"], Int32[Array, " B"]]:
-    """Gives each request `new_pages` more pages, all or none: `(state, granted, status)`.
-
-    `reclaim="base"`: history goes to the host only as far as blocks are short. `"eager"`: every page that may go, goes.
-    """
-    ledger, budget = seal_written(state, state.sequences.running, layout), spill_budget(layout)
-    if layout.cache.reclaim == "eager":
-        held = ledger.tables.num_pages > 0
-        ledger, plan = reclaim.release_history(ledger, held, max_pages=budget)
-    else:
-        short = blocks_short(ledger.tables, new_pages)
-        ledger, plan = reclaim.reclaim(ledger, short, max_pages=budget)
+    """Gives each request `new_pages` more pages, all or none: `(state, granted, status)`; history leaves the GPU for them."""
+    ledger = seal_written(state, state.sequences.running, layout)
+    needed = blocks_wanted(ledger.tables, new_pages)
+    ledger, plan = plan_room(ledger, needed, layout)
     state = state.replace(ledger=ledger)
-    if budget:
+    if spill_budget(layout):
         state = _spill(state, plan, layout)
-    ledger, granted, status, host_blocks = coordinator.grow(state.ledger, new_pages, max_new_pages=max_new_pages)
+    ledger = unpin_copied(state.ledger, needed, layout)
+    ledger, granted, status, host_blocks = coordinator.grow(ledger, new_pages, max_new_pages=max_new_pages)
     maps = tuple(forget_host_blocks(m, host_blocks.reshape(-1), layout.page_entries) for m in state.hot_maps)
     return state.replace(ledger=ledger, hot_maps=maps), granted, status
+
+
+def plan_room(ledger: Ledger, needed: Int32[Array, ""], layout: CacheLayout) -> tuple[Ledger, SpillPlan]:
+    """Decides which history leaves the GPU for an allocation of `needed` blocks, and which pages are copied first.
+
+    `reclaim="base"`: only as far as blocks are short. `"eager"`: every page that may go. Those that need no copy leave at once,
+    the others at the commit of the plan. `"unpin"`: none by itself; `unpin_copied` is due once the plan is committed.
+    """
+    policy, budget = layout.cache.reclaim, spill_budget(layout)
+    if policy == "eager":
+        return reclaim.release_history(ledger, ledger.tables.num_pages > 0, max_pages=budget)
+    if policy == "unpin":
+        return unpin.plan_copies(ledger, needed, layout.watermark, layout.window_pages, max_pages=budget)
+    return reclaim.reclaim(ledger, jnp.maximum(needed - ledger.tables.pool.num_free, 0), max_pages=budget)
+
+
+def unpin_copied(ledger: Ledger, needed: Int32[Array, ""], layout: CacheLayout) -> Ledger:
+    """Un-pins what may go now that the copies of `plan_room` are committed; nothing where that is not the policy."""
+    if layout.cache.reclaim != "unpin":
+        return ledger
+    return unpin.unpin_clean(ledger, needed, layout.watermark, layout.window_pages)
 
 
 def _spill(state: TieredState, plan: SpillPlan, layout: CacheLayout) -> TieredState:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from hisparse_jax import coordinator, reclaim, spill
+from hisparse_jax import coordinator, reclaim, spill, unpin
 from hisparse_jax.block_pool import BlockPool
 from hisparse_jax.coordinator import Ledger
 from hisparse_jax.spill import SpillPlan, behind_tail, standing
@@ -20,7 +20,10 @@ from hisparse_jax.status import NULL_BLOCK
 BATCH, PAGES, NEW, BUDGET, PLANS = 3, 8, 2, 4, 4
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=BATCH, max_pages=PAGES)
 
-WEIGHTS = dict(admit=3, grow=8, seal=1, back_up=4, spill=4, reclaim=4, release_history=1, enqueue=4, complete=5, finish=1)
+WEIGHTS = dict(
+    admit=3, grow=8, seal=1, back_up=4, spill=4, reclaim=4, release_history=1, plan_copies=2, enqueue=4, complete=5, finish=1,
+    unpin=3, take_back=1,
+)  # fmt: skip
 """How often each is drawn; requests live long enough to grow, and slots are rarely empty."""
 
 OPERATIONS = tuple(WEIGHTS)
@@ -36,6 +39,8 @@ RULES = (
     "no page is lost before its owner has a hot region and its copy is under way",
     "the last two pages are never lost",
     "a pending transfer holds its host block's lease",
+    "an un-pinned page stands in free blocks that nobody else names",
+    "an un-pinned page is complete on the host and its owner has a hot region",
 )
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -49,6 +54,7 @@ class Walk(NamedTuple):
     key: Array
     taken: Int32[Array, " operations"]
     lost: Int32[Array, ""]
+    unpinned: Int32[Array, ""]
     regions: Int32[Array, ""]
     broken: Int32[Array, " rules"]
 
@@ -65,6 +71,7 @@ def walk(count: int, seed: int, *, stride: int = 100_000) -> dict:
         breaches.append("with all requests gone and all transfers done, a pool is not full")
     taken = dict(zip(OPERATIONS, map(int, state.taken), strict=True))
     planned = {"pages_planned": int(ledger.next_transfer) - 1, "pages_lost": int(state.lost), "regions_taken": int(state.regions)}
+    planned["pages_unpinned"] = int(state.unpinned)
     return {"count": count, **taken, **planned, "breaches": breaches}
 
 
@@ -78,6 +85,7 @@ def _start(seed: int) -> Walk:
         jax.random.key(seed),
         taken=jnp.zeros(len(OPERATIONS), jnp.int32),
         lost=jnp.int32(0),
+        unpinned=jnp.int32(0),
         regions=jnp.int32(0),
         broken=jnp.zeros(len(RULES), jnp.int32),
     )
@@ -105,7 +113,7 @@ def _step(state: Walk) -> Walk:
     full = jnp.all(open_)
     odds = jnp.log(jnp.asarray(list(WEIGHTS.values()), jnp.float32))
     operation = jax.random.categorical(pick, odds).astype(jnp.int32)
-    planning = (operation >= OPERATIONS.index("back_up")) & (operation <= OPERATIONS.index("release_history"))
+    planning = (operation >= OPERATIONS.index("back_up")) & (operation <= OPERATIONS.index("plan_copies"))
     operation = jnp.where(planning & full, OPERATIONS.index("complete"), operation)
     chosen = jax.random.randint(first, (), 0, PLANS)
     place = jnp.where(operation < OPERATIONS.index("enqueue"), jnp.argmin(open_).astype(jnp.int32), chosen)
@@ -127,9 +135,12 @@ def _step(state: Walk) -> Walk:
         "spill": lambda: spill.plan_spill(ledger, pages, release_after=True, max_pages=BUDGET),
         "reclaim": lambda: reclaim.reclaim(ledger, amounts[0] * 2, max_pages=BUDGET),
         "release_history": lambda: reclaim.release_history(ledger, requests, max_pages=BUDGET),
+        "plan_copies": lambda: unpin.plan_copies(ledger, amounts[0], amounts[1] * 4, PAGES + 1, max_pages=BUDGET),
         "enqueue": lambda: alone(spill.commit_enqueued(ledger, plan)),
         "complete": lambda: (spill.commit_completed(ledger, plan), jax.tree.map(jnp.zeros_like, plan)),
         "finish": lambda: alone(coordinator.finish(ledger, slot)[0]),
+        "unpin": lambda: alone(unpin.unpin_clean(ledger, amounts[0], amounts[1] * 4, jnp.maximum(amounts[2], 4))),
+        "take_back": lambda: alone(unpin.take_back(ledger, pages)),
     }
     after, plan = jax.lax.switch(operation, [branches[name] for name in OPERATIONS])
     return Walk(
@@ -138,6 +149,7 @@ def _step(state: Walk) -> Walk:
         key,
         taken=state.taken.at[operation].add(1),
         lost=state.lost + jnp.sum(jnp.maximum(after.pages_lost - ledger.pages_lost, 0), dtype=jnp.int32),
+        unpinned=state.unpinned + jnp.sum(after.unpinned & ~ledger.unpinned, dtype=jnp.int32),
         regions=state.regions + jnp.sum(after.has_hot & ~ledger.has_hot, dtype=jnp.int32),
         broken=state.broken + _broken(after),
     )
@@ -149,7 +161,10 @@ def _broken(ledger: Ledger) -> Int32[Array, " rules"]:
     on_gpu, grown = standing(ledger), jnp.arange(PAGES)[None] < tables.num_pages[:, None]
     lost = grown & ~on_gpu
     pending = ledger.transfer > 0
-    gpu = [tables.base.reshape(-1), tables.resident.reshape(-1), ledger.hot.reshape(-1)]
+    pinned = jnp.where(ledger.unpinned[None], NULL_BLOCK, tables.resident)
+    gpu = [tables.base.reshape(-1), pinned.reshape(-1), ledger.hot.reshape(-1)]
+    kept = jnp.where(ledger.unpinned[None], tables.resident, NULL_BLOCK).reshape(-1)
+    named = jnp.zeros_like(tables.pool.references).at[kept].add(1).at[NULL_BLOCK].set(0)
     hot = ledger.hot != NULL_BLOCK
     holds = (
         _counted(tables.pool, jnp.concatenate(gpu), ledger.gpu_lease),
@@ -162,6 +177,8 @@ def _broken(ledger: Ledger) -> Int32[Array, " rules"]:
         jnp.all(~lost | (ledger.has_hot[:, None] & (ledger.valid | pending))),
         ~jnp.any(lost & ~behind_tail(ledger)),
         jnp.all(~pending | (ledger.host_lease[ledger.host_table] == ledger.transfer)),
+        jnp.all(~ledger.unpinned | on_gpu) & jnp.all(named <= (tables.pool.references == 0)),
+        jnp.all(~ledger.unpinned | (ledger.valid & ledger.has_hot[:, None])),
     )
     return (~jnp.stack(holds)).astype(jnp.int32)
 

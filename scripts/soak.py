@@ -238,7 +238,7 @@ def audit(engine: Engine) -> list[str]:
     ledger = loop.runner.state.ledger
     parking = loop.runner.parking
     tables, found = ledger.tables, []
-    gpu = [tables.base, tables.resident, ledger.hot]
+    gpu = [tables.base, np.where(np.asarray(ledger.unpinned), 0, np.asarray(tables.resident)), ledger.hot]
     host = [ledger.host_table, *([parking.ledger.host_table] if parking else [])]
     for name, pool, held, lease in (("GPU", tables.pool, gpu, ledger.gpu_lease), ("host", ledger.host, host, ledger.host_lease)):
         references = np.asarray(pool.references)

@@ -1,6 +1,7 @@
 """A plain-Python account of the two tiers, written from the rules with loops and lists, and a recount of a real ledger.
 
-The model knows no block ids: it counts what each request, page and transfer holds. `recount` looks at the ids.
+The model knows no block ids: it counts what each request, page and transfer holds. `recount` looks at the ids. Nor does it know
+which free block is next, so it is told when an un-pinned page was lost (`reuse`).
 """
 
 import collections
@@ -25,6 +26,7 @@ class Page:
     in_host_table: bool = True
     grown: bool = False
     in_gpu_table: bool = False
+    unpinned: bool = False
     valid: bool = False
     promised: bool = False
     written: bool = False
@@ -35,6 +37,10 @@ class Page:
     @property
     def copied(self) -> bool:
         return not self.gpu_lease if self.transfer else self.valid
+
+    @property
+    def pinned(self) -> bool:
+        return self.in_gpu_table and not self.unpinned
 
 
 @dataclasses.dataclass
@@ -52,7 +58,7 @@ class Request:
         return not self.hot and any(page.promised for page in self.pages)
 
     def candidates(self) -> list[Page]:
-        return [p for p in self.pages[: max(self.num_pages - 2, 0)] if p.in_gpu_table and not p.promised]
+        return [p for p in self.pages[: max(self.num_pages - 2, 0)] if p.pinned and not p.promised]
 
 
 def _among(page: Page, pages: list[Page]) -> bool:
@@ -87,7 +93,7 @@ class TierModel:
 
     def gpu_free(self) -> int:
         fixed = sum(self.base * r.num_pages + self.hot_cost * r.hot for _, r in self.requests())
-        return self.usable - fixed - self.groups * sum(bool(p.in_gpu_table or p.gpu_lease) for p in self.all_pages())
+        return self.usable - fixed - self.groups * sum(bool(p.pinned or p.gpu_lease) for p in self.all_pages())
 
     def host_free(self) -> int:
         return self.host_usable - len({id(p.home) for p in self.all_pages() if p.in_host_table or p.host_lease})
@@ -141,7 +147,7 @@ class TierModel:
         if not 0 <= slot < len(self.slots) or not (request := self.slots[slot]):
             return Status.REFUSED
         for page in request.pages:
-            page.in_host_table = page.in_gpu_table = False
+            page.in_host_table = page.in_gpu_table = page.unpinned = False
             if page.host_lease:
                 self.orphans.append(page)
         self.slots[slot] = None
@@ -162,7 +168,7 @@ class TierModel:
         kept = []
         for i, page in enumerate(request.pages):
             kept.append(Page(home=page.home, valid=i < num_full or (page.valid and i < num_pages), written=i < num_pages))
-            page.in_host_table = page.in_gpu_table = False
+            page.in_host_table = page.in_gpu_table = page.unpinned = False
             if page.host_lease:
                 self.orphans.append(page)
         self.places[place], self.slots[slot] = Request(kept, lost=self.lost[slot]), None
@@ -197,7 +203,7 @@ class TierModel:
         reclaimable = [p for _, r in self.requests() for p in r.candidates()]
         plan = []
         for slot, index, page in self.pages():
-            legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
+            legal = pages[slot][index] and page.pinned and not page.transfer and not page.promised
             legal = legal and not any(o.host_lease and o.home is page.home for o in self.orphans)
             legal = legal and (_among(page, reclaimable) if release_after else not page.valid)
             if legal and len(plan) < budget:
@@ -256,6 +262,36 @@ class TierModel:
     def eager(self, requests: list[bool], budget: int) -> list[tuple[int, int, int]]:
         return self._give_up([p for slot, r in self.requests() if requests[slot] for p in r.candidates()], budget)
 
+    def unpin(self, needed: int, watermark: int, window: int):
+        low = self.gpu_free() - needed < watermark
+        for _, request in self.requests():
+            clean = [p for p in request.candidates() if p.valid and not p.transfer]
+            if not request.hot and not request.switching and len(clean) * self.groups > self.hot_cost:
+                request.hot = low or sum(p.pinned for p in request.pages) >= window
+            for page in clean if request.hot else []:
+                page.unpinned = True
+
+    def copies_to_unpin(self, needed: int, watermark: int, window: int, budget: int) -> list[tuple[int, int, int]]:
+        low, takers = self.gpu_free() - needed < watermark, []
+        for _, request in self.requests():
+            pays = not request.switching and len(request.candidates()) * self.groups > self.hot_cost
+            if request.hot or (pays and (low or sum(p.pinned for p in request.pages) >= window)):
+                takers += request.candidates()
+        wanted = [
+            [bool(r and i < len(r.pages) and _among(r.pages[i], takers)) for i in range(self.max_pages)] for r in self.slots
+        ]
+        return self.spill(wanted, release_after=False, budget=budget)
+
+    def take_back(self, pages: list[list[bool]]):
+        for slot, index, page in self.pages():
+            page.unpinned = page.unpinned and not pages[slot][index]
+
+    def reuse(self, slot: int, page: Page):
+        """A block of an un-pinned page was handed out."""
+        assert page.unpinned
+        page.in_gpu_table = page.unpinned = False
+        self.lost[slot] += 1
+
     def _give_up(self, chosen: list[Page], budget: int) -> list[tuple[int, int, int]]:
         plan = []
         for slot, index, page in self.pages():
@@ -300,10 +336,15 @@ def _entries(*tables) -> np.ndarray:
 def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]], parking: ParkingLedger | None = None):
     """Asserts that tables, places, leases, free queues and the null block partition the pools.
 
-    `leases`: id -> (host, sources).
+    `leases`: id -> (host, sources). An un-pinned page holds none of its blocks, which are free; nobody else names them.
     """
     tables = ledger.tables
-    gpu_entries = _entries(tables.base, tables.resident, ledger.hot)
+    resident, unpinned = np.asarray(tables.resident), np.asarray(ledger.unpinned)
+    kept = resident[:, unpinned].ravel()
+    assert (kept != NULL_BLOCK).all() and not np.asarray(tables.pool.references)[kept].any(), "an un-pinned page is not free"
+    assert len(set(kept.tolist())) == len(kept), "a block stands in two un-pinned pages"
+    assert (np.asarray(ledger.valid) & np.asarray(ledger.has_hot)[:, None])[unpinned].all(), "un-pinned without a home"
+    gpu_entries = _entries(tables.base, np.where(unpinned, NULL_BLOCK, resident), ledger.hot)
     gpu_leased = {b: i for i, (_, s) in leases.items() for b in s}
     host_leased = {h: i for i, (h, _) in leases.items() if h}
     pools = [(tables.pool, gpu_entries, ledger.gpu_lease, gpu_leased)]
