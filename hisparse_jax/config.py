@@ -254,7 +254,7 @@ class CacheConfig:
     watermark: int | None = None
     """unpin: free GPU blocks below which requests take their hot regions; None: `max(hot_blocks, gpu_blocks // 10)`."""
     admission_window: int | None = None
-    """unpin: tokens of history from which on a request takes its hot region, however many blocks are free; None: no such limit."""
+    """unpin: tokens on the GPU from which on a request takes its hot region, however many blocks are free; None: no limit."""
     tail_pages: int = 2
     """Last pages of a request that never leave the GPU: decode writes there."""
     query_rows: int = 1

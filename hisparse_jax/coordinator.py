@@ -174,6 +174,10 @@ def grow(
 
 def take_regions(ledger: Ledger, requests: Bool[Array, " B"]) -> Ledger:
     """Gives each of `requests` its whole hot region, lower slots first; the pool must have the blocks free."""
+    return jax.lax.cond(jnp.any(requests), _take_regions, lambda ledger, _: ledger, ledger, requests)
+
+
+def _take_regions(ledger: Ledger, requests: Bool[Array, " B"]) -> Ledger:
     groups, batch, hot_pages = ledger.hot.shape
     before = ledger.tables.pool
     rank = jnp.cumsum(requests, dtype=jnp.int32) - requests
@@ -189,14 +193,18 @@ def forget_reused(ledger: Ledger, before: BlockPool) -> Ledger:
 
     Due in the transition that takes GPU blocks, whatever for: what writes them comes after it. Source: hisparse.md 4, un-pin.
     """
-    pool, resident = ledger.tables.pool, ledger.tables.resident
-    handed_out = (before.references == 0) & (pool.references > 0)
-    reused = ledger.unpinned & jnp.any(handed_out[resident], axis=0)
-    return ledger.replace(
-        tables=ledger.tables.replace(resident=jnp.where(reused[None], NULL_BLOCK, resident)),
-        unpinned=ledger.unpinned & ~reused,
-        pages_lost=ledger.pages_lost + jnp.sum(reused, axis=1, dtype=jnp.int32),
-    )
+    handed_out = (before.references == 0) & (ledger.tables.pool.references > 0)
+
+    def lose(ledger: Ledger) -> Ledger:
+        resident = ledger.tables.resident
+        reused = ledger.unpinned & jnp.any(handed_out[resident], axis=0)
+        return ledger.replace(
+            tables=ledger.tables.replace(resident=jnp.where(reused[None], NULL_BLOCK, resident)),
+            unpinned=ledger.unpinned & ~reused,
+            pages_lost=ledger.pages_lost + jnp.sum(reused, axis=1, dtype=jnp.int32),
+        )
+
+    return jax.lax.cond(jnp.any(handed_out) & jnp.any(ledger.unpinned), lose, lambda ledger: ledger, ledger)
 
 
 def seal(ledger: Ledger, num_sealed: Int32[Array, " B"]) -> Ledger:

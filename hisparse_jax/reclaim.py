@@ -45,10 +45,14 @@ def reclaim(ledger: Ledger, num_blocks: Int32[Array, ""], *, max_pages: int) -> 
         budget = budget - jnp.sum(chosen & copies, dtype=jnp.int32)
         return (coming + jnp.where(useful, gain, 0), budget), chosen
 
-    order = jnp.argsort(-num_candidates, stable=True)
-    requests = jax.tree.map(lambda x: x[order], (may_go, copies, owned, switching))
-    _, chosen = jax.lax.scan(take, (promised, jnp.int32(max_pages)), requests)
-    return give_up(ledger, jnp.zeros_like(may_go).at[order].set(chosen), max_pages=max_pages)
+    def search(may_go):
+        order = jnp.argsort(-num_candidates, stable=True)
+        requests = jax.tree.map(lambda x: x[order], (may_go, copies, owned, switching))
+        _, chosen = jax.lax.scan(take, (promised, jnp.int32(max_pages)), requests)
+        return jnp.zeros_like(may_go).at[order].set(chosen)
+
+    chosen = jax.lax.cond(num_blocks > 0, search, jnp.zeros_like, may_go)
+    return give_up(ledger, chosen, max_pages=max_pages)
 
 
 def release_history(ledger: Ledger, requests: Bool[Array, " B"], *, max_pages: int) -> tuple[Ledger, SpillPlan]:

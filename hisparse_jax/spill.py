@@ -39,8 +39,8 @@ def plan_spill(ledger: Ledger, pages: Bool[Array, "B P"], *, release_after: bool
 
     Refused: no host block, a resident group without the page, an un-pinned page, a transfer pending (one from before a
     preemption too) or a release promised, the budget of `max_pages` spent. Without `release_after` also a page that is valid;
-    with it, the tail. With `release_after` the page leaves the GPU at the commit; where the request has no hot region yet, a switch
-    starts (or widens) and the pages leave together when the last is copied, if the pool can then give the region.
+    with it, the tail. With `release_after` the page leaves the GPU at the commit; where the request has no hot region yet, a
+    switch starts (or widens) and the pages leave together when the last is copied, if the pool can then give the region.
 
     A completed copy makes the page valid, so plan a page only when its rows are final or later ones are written through.
     """
@@ -138,7 +138,12 @@ def settle(ledger: Ledger) -> Ledger:
 
     A switch commits when all promised pages are copied: they leave and the hot region is taken in one step. Slot by slot,
     where free blocks and those that come free do not make up a region, the switch is given up: pages stay, nothing is lost.
+    Nothing promised costs next to nothing.
     """
+    return jax.lax.cond(jnp.any(ledger.release_after), _settle, lambda ledger: ledger, ledger)
+
+
+def _settle(ledger: Ledger) -> Ledger:
     pool, resident = ledger.tables.pool, ledger.tables.resident
     leaving = ledger.release_after & copied(ledger)
     stuck = jnp.any(ledger.release_after & ~leaving, axis=1)
@@ -170,6 +175,10 @@ def settle(ledger: Ledger) -> Ledger:
 def _lease(ledger: Ledger, copies: Bool[Array, "B P"], max_pages: int) -> tuple[Ledger, SpillPlan, Bool[Array, "B P"]]:
     """Plans the first `max_pages` of `copies`, with a lease on each block that takes part; also says which pages those are."""
     batch, table_pages = copies.shape
+    if not max_pages:
+        none = jnp.zeros(0, jnp.int32)
+        source = jnp.zeros((ledger.hot.shape[0], 0), jnp.int32)
+        return ledger, SpillPlan(none, none, source, none, none, jnp.int32(0)), jnp.zeros_like(copies)
     pool, resident = ledger.tables.pool, ledger.tables.resident
     rank = jnp.cumsum(copies.reshape(-1), dtype=jnp.int32) - 1
     planned = copies.reshape(-1) & (rank < max_pages)

@@ -1,12 +1,13 @@
 """The recommended life cycle of pages: un-pinned as soon as they may go, read in place for as long as they are there.
 
-A page is *clean* when its host copy is complete and no copy of it is under way. Clean pages before the tail of a request that owns
-its hot region are un-pinned: their blocks join the free queue and count as free, while the table goes on naming them, so that
-a selected entry of theirs is still a resident hit. They are lost when a block of theirs is handed out
+A page is *clean* when its host copy is complete and no copy of it is under way. Clean pages before the tail of a request that
+owns its hot region are un-pinned: their blocks join the free queue and count as free, while the table goes on naming them, so
+that a selected entry of theirs is still a resident hit. They are lost when a block of theirs is handed out
 (`coordinator.forget_reused`), in the transition that does it. Victims are what the free queue yields next: no scoring, no copy,
 no search. Source: hisparse.md 4 and 7.5.
 """
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -27,10 +28,14 @@ def unpin_clean(ledger: Ledger, needed: Int32[Array, ""], watermark: Count, wind
     clean = candidates(ledger) & ledger.valid & (ledger.transfer == 0)
     switching = requires_hot(ledger, clean, needed, watermark, window_pages)
     leaving = clean & (ledger.has_hot | switching)[:, None]
-    by_page = jnp.where(leaving[None], ledger.tables.resident, NULL_BLOCK)[:, :, ::-1].transpose(1, 2, 0)
-    pool, _ = free(ledger.tables.pool, by_page.reshape(-1))
-    ledger = ledger.replace(tables=ledger.tables.replace(pool=pool), unpinned=ledger.unpinned | leaving)
-    return take_regions(ledger, switching)
+
+    def leave(ledger: Ledger) -> Ledger:
+        by_page = jnp.where(leaving[None], ledger.tables.resident, NULL_BLOCK)[:, :, ::-1].transpose(1, 2, 0)
+        pool, _ = free(ledger.tables.pool, by_page.reshape(-1))
+        ledger = ledger.replace(tables=ledger.tables.replace(pool=pool), unpinned=ledger.unpinned | leaving)
+        return take_regions(ledger, switching)
+
+    return jax.lax.cond(jnp.any(leaving), leave, lambda ledger: ledger, ledger)
 
 
 def plan_copies(
@@ -54,12 +59,16 @@ def requires_hot(
     holds `window_pages` pages or more; but only if its pages bring more blocks than the region costs, and no switch of the
     base rule is running.
     """
-    pool = ledger.tables.pool
-    last_holder = (pool.references[ledger.tables.resident] == 1) & pages[None]
-    gain = jnp.sum(last_holder, axis=(0, 2), dtype=jnp.int32)
+    pool, resident = ledger.tables.pool, ledger.tables.resident
     low = pool.num_free - needed < watermark
     full = jnp.sum(pinned(ledger), axis=1, dtype=jnp.int32) >= window_pages
-    return (low | full) & ~ledger.has_hot & (ledger.transition_target == 0) & (gain > ledger.hot_cost)
+    pressed = (low | full) & ~ledger.has_hot & (ledger.transition_target == 0)
+
+    def gain(pages: Bool[Array, "B P"]) -> Int32[Array, " B"]:
+        return jnp.sum((pool.references[resident] == 1) & pages[None], axis=(0, 2), dtype=jnp.int32)
+
+    pages = pages & pressed[:, None]
+    return jax.lax.cond(jnp.any(pages), gain, lambda pages: jnp.zeros(pages.shape[0], jnp.int32), pages) > ledger.hot_cost
 
 
 def take_back(ledger: Ledger, pages: Bool[Array, "B P"]) -> Ledger:

@@ -41,7 +41,7 @@ slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
 places = st.integers(0, PLACES - 1) | st.sampled_from((-1, PLACES, 2**31 - 1))
 counts = st.integers(0, NEW) | st.sampled_from((-1, NEW + 1, 2**31 - 1))
 some_pages = st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH)
-pressure = dict(needed=st.integers(0, 12), watermark=st.integers(0, 29), window=st.integers(3, PAGES + 1))
+needed, watermark, window = st.integers(0, 12), st.integers(0, 29), st.integers(3, PAGES + 1)
 
 
 def per_request(values):
@@ -123,12 +123,12 @@ class LedgerMachine(RuleBasedStateMachine):
         self.ledger, plan = release_history(self.ledger, jnp.asarray(requests))
         self._planned(plan, self.model.eager(requests, BUDGET))
 
-    @rule(**pressure)
+    @rule(needed=needed, watermark=watermark, window=window)
     def unpin(self, needed, watermark, window):
         self.ledger = unpin_clean(self.ledger, i32(needed), i32(watermark), i32(window))
         self.model.unpin(needed, watermark, window)
 
-    @rule(**pressure)
+    @rule(needed=needed, watermark=watermark, window=window)
     def copy_to_unpin(self, needed, watermark, window):
         self.ledger, plan = plan_copies(self.ledger, i32(needed), i32(watermark), i32(window))
         self._planned(plan, self.model.copies_to_unpin(needed, watermark, window, BUDGET))
