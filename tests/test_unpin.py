@@ -1,6 +1,7 @@
 """The recommended life cycle at Flash's geometry (base layout): who is un-pinned when, what is lost, and what stays readable."""
 
 import functools
+import json
 
 import chex
 import jax.numpy as jnp
@@ -194,15 +195,15 @@ def test_watermark_of_the_published_layouts(model, watermark):
 
 
 def test_options_that_cannot_work_are_refused_with_a_remedy():
-    for options, words in (
-        ({"watermark": 7}, "watermark=7 has no effect with reclaim='base'"),
-        ({"admission_window": 9, "reclaim": "eager"}, "admission_window=9 has no effect with reclaim='eager'"),
-        ({"watermark": -1, "reclaim": "unpin"}, "watermark=-1 must not be negative"),
-        ({"tail_pages": 1}, "tail_pages=1 must be at least 2"),
-        ({"reclaim": "lazy"}, "choose from base, eager, unpin"),
+    for make, words in (
+        (lambda: FLASH(watermark=7), "watermark=7 has no effect with reclaim='base'"),
+        (lambda: FLASH(admission_window=9, reclaim="eager"), "admission_window=9 has no effect with reclaim='eager'"),
+        (lambda: FLASH(watermark=-1, reclaim="unpin"), "watermark=-1 must not be negative"),
+        (lambda: FLASH(tail_pages=1), "tail_pages=1 must be at least 2"),
+        (lambda: FLASH(reclaim="lazy"), "choose from base, eager, unpin"),
     ):
         with pytest.raises(ConfigError, match=words):
-            FLASH(**options)
+            make()
     flash = preset("v4-flash")
     blocks = plan_layout(flash, FLASH()).gpu_blocks
     plan_layout(flash, FLASH(reclaim="unpin", watermark=blocks))
@@ -216,6 +217,17 @@ def test_options_that_cannot_work_are_refused_with_a_remedy():
 def test_a_longer_tail_stays():
     ledger = with_requests(40).replace(tail_pages=5)
     assert unpinned(unpin_clean(ledger), 0) == list(range(35))
+
+
+@pytest.mark.perf
+def test_bench_reclaim_runs_small(capsys):
+    arguments = ("--tokens", 500, "--steps", 40, "--requests", 2, "--shares", 0.2, "--samples", 1)
+    code, out, err = run_script("bench_reclaim.py", *arguments, capsys=capsys)
+    rows = {row["policy"]: row for row in json.loads(out.splitlines()[-1])["rows"]}
+    assert code == 0 and all(row["equal"] for row in rows.values()), err
+    assert rows["unpin"]["bytes_to_gpu"] < rows["eager"]["bytes_to_gpu"]
+    code, _, err = run_script("bench_reclaim.py", "--shares", 1.5, capsys=capsys)
+    assert code == 2 and "shares=(1.5,)" in err
 
 
 @pytest.mark.perf
