@@ -9,7 +9,7 @@ from runs import run_script
 
 pytestmark = pytest.mark.xdist_group("engine")
 
-SMALL = ("--requests", 5, "--gap", 1, "--prompt-tokens", 350, "--new-tokens", 30, "--every", 5)
+SMALL = ("--requests", 6, "--gap", 2, "--every", 5, "--reclaim", "unpin")
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def test_the_same_trace_live_and_plain(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
     code, out, view = run_script("serve_trace.py", *SMALL, "--metrics-file", metrics, capsys=capsys)
     live = json.loads(out.splitlines()[-1])
-    assert code == 0 and live["length"] == 5 == live["submitted"] and live["open"] == 0
+    assert code == 0 and live["length"] == 6 == live["submitted"] and live["open"] == 0
     assert live["misses"] > 0 and live["bytes_to_gpu"] > 0 and live["waits"]["gpu"] + live["waits"]["host"] > 0
     for words in ("C4 layers: entries selected in decode", "prefilling", "host only", "GPU blocks used", "waited for gpu"):
         assert words in view, words
