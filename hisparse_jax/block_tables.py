@@ -96,10 +96,15 @@ def new_page_numbers(
     return jnp.where(real, num_pages[:, None] + lane, max_pages), jnp.where(real, before[:, None] + lane, 0)
 
 
-def blocks_short(tables: BlockTables, new_pages: Int32[Array, " B"]) -> Int32[Array, ""]:
-    """GPU blocks missing before `append_pages` could serve every request that fits its table; 0 where none is."""
+def blocks_wanted(tables: BlockTables, new_pages: Int32[Array, " B"]) -> Int32[Array, ""]:
+    """GPU blocks with which `append_pages` serves every request that fits its table."""
     wanted = jnp.where(fitting(tables, new_pages), new_pages, 0)
-    return jnp.maximum(jnp.sum(wanted, dtype=jnp.int32) * tables.growing_groups - tables.pool.num_free, 0)
+    return jnp.sum(wanted, dtype=jnp.int32) * tables.growing_groups
+
+
+def blocks_short(tables: BlockTables, new_pages: Int32[Array, " B"]) -> Int32[Array, ""]:
+    """Those of `blocks_wanted` that are not free; 0 where all are."""
+    return jnp.maximum(blocks_wanted(tables, new_pages) - tables.pool.num_free, 0)
 
 
 def page_blocks(tables: BlockTables, slot: Int32[Array, ""]) -> Int32[Array, " M"]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from hisparse_jax.config import C4, CacheConfig, ModelConfig
-from hisparse_jax.layout import TAIL_PAGES, CacheLayout, index_layers, steady_blocks
+from hisparse_jax.layout import CacheLayout, index_layers, steady_blocks
 from hisparse_jax.specs import C4StateSpec, C128StateSpec, IndexStateSpec, WindowSpec, model_specs
 
 MAP_BYTES = 6
@@ -50,7 +50,7 @@ def hot_region(layout: CacheLayout) -> HotRegion:
 
 def break_even_tokens(layout: CacheLayout) -> int:
     """Context whose resident pages take as much as the hot region and the tail; tiering gains from the next page on."""
-    return (layout.hot_pages + TAIL_PAGES) * layout.page_tokens
+    return (layout.hot_pages + layout.cache.tail_pages) * layout.page_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,8 @@ def concurrency(layout: CacheLayout, tokens: int, *, window_tokens: int | None =
     pages = layout.num_pages(tokens)
     resident = pages if window_tokens is None else min(pages, layout.num_pages(window_tokens))
     admission = layout.num_base_groups * pages + layout.num_resident_groups * (resident + layout.hot_pages)
-    steady = steady_blocks(layout.num_base_groups, layout.num_resident_groups, pages, layout.hot_pages)
+    tail = layout.cache.tail_pages
+    steady = steady_blocks(layout.num_base_groups, layout.num_resident_groups, pages, layout.hot_pages, tail)
     blocks = layout.gpu_blocks
     return Concurrency(
         pages=pages,
@@ -121,17 +122,17 @@ def batch_gpu_blocks(layout: CacheLayout, growth: Iterable[Sequence[int]]) -> in
     """Least `gpu_blocks` with which requests that start empty grow side by side, none of them ending; null block included.
 
     `growth` lists the pages of each request after each time that room is made for new ones. Before the new pages come, all
-    history can leave but each request's last two pages. A request that lost pages holds its hot region; while it has too
+    history can leave but each request's tail. A request that lost pages holds its hot region; while it has too
     few pages for that to pay it stays whole, except under `reclaim="eager"`: there the count is what is enough, and a slab
     without room for such regions may get by with less. Giving pages up and taking the region are one transition, so the
     region comes from the pages' own blocks. `layout.gpu_blocks` plays no part.
     """
-    eager = layout.cache.reclaim == "eager"
+    eager, tail = layout.cache.reclaim == "eager", layout.cache.tail_pages
 
     def resident(before: int, after: int) -> int:
         """Pages of one request on the GPU, hot ones included, at their fewest once the new ones are there."""
-        tiered = layout.hot_pages + min(before, TAIL_PAGES) + after - before
-        if not layout.host_blocks or (eager and before <= TAIL_PAGES):
+        tiered = layout.hot_pages + min(before, tail) + after - before
+        if not layout.host_blocks or (eager and before <= tail):
             return after
         return tiered if eager else min(after, tiered)
 

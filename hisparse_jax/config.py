@@ -210,7 +210,7 @@ _CHOICES = {
     "rows": ROW_FORMATS,
     "rule": ("searched", "base"),
     "backup": ("write_through", "spill"),
-    "reclaim": ("base", "eager"),
+    "reclaim": ("base", "eager", "unpin"),
 }
 
 
@@ -253,7 +253,14 @@ class CacheConfig:
     backup: str = "write_through"
     """Host copy of decode rows: in the step that writes them, or page-wise when a page is spilled."""
     reclaim: str = "base"
-    """base: give pages up when an allocation is short. eager: give every page up as soon as it may go."""
+    """base: give pages up when an allocation is short. eager: give every page up as soon as it may go. unpin: a page that may go
+    counts as free and is read in place until its block is handed out."""
+    watermark: int | None = None
+    """unpin: free GPU blocks below which requests take their hot regions; None: `max(hot_blocks, gpu_blocks // 10)`."""
+    admission_window: int | None = None
+    """unpin: tokens on the GPU from which on a request takes its hot region, however many blocks are free; None: no limit."""
+    tail_pages: int = 2
+    """Last pages of a request that never leave the GPU: decode writes there."""
     query_rows: int = 1
     """Query rows of one request in one step (1 + drafts): one replacement transaction."""
     chunk_tokens: int = 256
@@ -287,6 +294,14 @@ class CacheConfig:
                 raise ConfigError(f"{places}={getattr(self, places)} must not be negative; 0 keeps none.")
             if getattr(self, pages) is not None and not getattr(self, places):
                 raise ConfigError(f"{pages}={getattr(self, pages)} has no effect without {places}; give both or neither.")
+        if self.tail_pages < 2:
+            raise ConfigError(f"tail_pages={self.tail_pages} must be at least 2: decode writes to the last two pages.")
+        for name in ("watermark", "admission_window"):
+            value = getattr(self, name)
+            if value is not None and self.reclaim != "unpin":
+                raise ConfigError(f"{name}={value} has no effect with reclaim={self.reclaim!r}; leave it out or choose 'unpin'.")
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value} must not be negative.")
         if self.page_entries < 32 or self.page_entries % 32:
             raise ConfigError(f"page_entries={self.page_entries} must be a multiple of 32: a page holds whole C128 entries.")
         if not 1 <= self.stretch_steps <= 64:

@@ -2,7 +2,8 @@
 
 Rules that hold after every call (hisparse.md 7.5 and 13): a page has a host block before it has a GPU block; a page stands on
 the GPU in all resident groups or in none; a request owns its whole hot region before its first page is lost; its last two
-pages are never lost. Giving pages up is in `reclaim.py`. No transition moves data: a plan says which bytes must move.
+pages are never lost. Giving pages up is in `reclaim.py` and `unpin.py`. No transition moves data: a plan says which bytes must
+move.
 """
 
 import jax
@@ -35,12 +36,15 @@ class Ledger(struct.PyTreeNode):
     hot: i32[G, B, HP]            blocks of the hot region; null until the request owns all of it.
     valid: bool[B, P]             the host copy is complete.
     transfer: i32[B, P]           id of the page's pending transfer; 0 none.
+    unpinned: bool[B, P]          the table names the page's blocks but holds no reference: it is read in place until one of
+                                  them is handed out.
     release_after: bool[B, P]     the page is promised: it leaves the GPU once its copy allows.
     transition_target: i32[B]     copies that the switch to the hot region was set to wait for; 0 no switch is running.
     next_transfer: i32[]          id of the next transfer; the first is 1.
     gpu_lease: i32[N]             transfer that reads the block; 0 none.
     host_lease: i32[H]            transfer that writes the block; 0 none.
-    pages_lost: i32[B]            pages given up since the slot's admission; kept over `finish`.
+    pages_lost: i32[B]            pages lost to the GPU since the slot's admission; kept over `finish`.
+    tail_pages: int               last pages of a request, never given up: decode writes there and a step may be in flight.
     """
 
     tables: BlockTables
@@ -48,6 +52,7 @@ class Ledger(struct.PyTreeNode):
     host_table: Int32[Array, "B P"]
     hot: Int32[Array, "G B HP"]
     valid: Bool[Array, "B P"]
+    unpinned: Bool[Array, "B P"]
     transfer: Int32[Array, "B P"]
     release_after: Bool[Array, "B P"]
     transition_target: Int32[Array, " B"]
@@ -55,6 +60,7 @@ class Ledger(struct.PyTreeNode):
     gpu_lease: Int32[Array, " N"]
     host_lease: Int32[Array, " H"]
     pages_lost: Int32[Array, " B"]
+    tail_pages: int = struct.field(pytree_node=False, default=2)
 
     @property
     def hot_cost(self) -> int:
@@ -73,7 +79,15 @@ class Ledger(struct.PyTreeNode):
 
 
 def init_ledger(
-    *, num_blocks: int, num_host_blocks: int, num_base: int, num_resident: int, hot_pages: int, batch: int, max_pages: int
+    *,
+    num_blocks: int,
+    num_host_blocks: int,
+    num_base: int,
+    num_resident: int,
+    hot_pages: int,
+    batch: int,
+    max_pages: int,
+    tail_pages: int = 2,
 ) -> Ledger:
     """Empty slots over fresh pools; the counts of blocks include the null block."""
     for name, size in (("num_resident", num_resident), ("hot_pages", hot_pages), ("max_pages", max_pages)):
@@ -87,6 +101,7 @@ def init_ledger(
         host_table=per_page + NULL_BLOCK,
         hot=jnp.full((num_resident, batch, hot_pages), NULL_BLOCK, jnp.int32),
         valid=per_page.astype(bool),
+        unpinned=per_page.astype(bool),
         transfer=per_page,
         release_after=per_page.astype(bool),
         transition_target=per_request,
@@ -94,6 +109,7 @@ def init_ledger(
         gpu_lease=jnp.zeros(num_blocks, jnp.int32),
         host_lease=jnp.zeros(num_host_blocks, jnp.int32),
         pages_lost=jnp.zeros(batch, jnp.int32),
+        tail_pages=tail_pages,
     )
 
 
@@ -151,8 +167,44 @@ def grow(
     order = jnp.cumsum(taking, dtype=jnp.int32) - 1
     new_host = jnp.where(taking, block_ids[jnp.where(taking, order, 0)], NULL_BLOCK).reshape(batch, max_new_pages)
     target = jnp.where(new_host == NULL_BLOCK, max_pages, pages)
+    before = ledger.tables.pool
     ledger = ledger.replace(tables=tables, host=host, host_table=ledger.host_table.at[slots, target].set(new_host, mode="drop"))
-    return ledger, granted, status, new_host
+    return forget_reused(ledger, before), granted, status, new_host
+
+
+def take_regions(ledger: Ledger, requests: Bool[Array, " B"]) -> Ledger:
+    """Gives each of `requests` its whole hot region, lower slots first; the pool must have the blocks free."""
+    return jax.lax.cond(jnp.any(requests), _take_regions, lambda ledger, _: ledger, ledger, requests)
+
+
+def _take_regions(ledger: Ledger, requests: Bool[Array, " B"]) -> Ledger:
+    groups, batch, hot_pages = ledger.hot.shape
+    before = ledger.tables.pool
+    rank = jnp.cumsum(requests, dtype=jnp.int32) - requests
+    count = jnp.sum(requests, dtype=jnp.int32) * ledger.hot_cost
+    pool, block_ids, _ = allocate(before, count, max_count=batch * ledger.hot_cost)
+    regions = block_ids.reshape(batch, groups, hot_pages)[jnp.where(requests, rank, 0)].transpose(1, 0, 2)
+    hot = jnp.where(requests[None, :, None], regions, ledger.hot)
+    return forget_reused(ledger.replace(tables=ledger.tables.replace(pool=pool), hot=hot), before)
+
+
+def forget_reused(ledger: Ledger, before: BlockPool) -> Ledger:
+    """Loses each un-pinned page of which a block was handed out since `before`: null in all groups, for every owner.
+
+    Due in the transition that takes GPU blocks, whatever for: what writes them comes after it. Source: hisparse.md 4, un-pin.
+    """
+    handed_out = (before.references == 0) & (ledger.tables.pool.references > 0)
+
+    def lose(ledger: Ledger) -> Ledger:
+        resident = ledger.tables.resident
+        reused = ledger.unpinned & jnp.any(handed_out[resident], axis=0)
+        return ledger.replace(
+            tables=ledger.tables.replace(resident=jnp.where(reused[None], NULL_BLOCK, resident)),
+            unpinned=ledger.unpinned & ~reused,
+            pages_lost=ledger.pages_lost + jnp.sum(reused, axis=1, dtype=jnp.int32),
+        )
+
+    return jax.lax.cond(jnp.any(handed_out) & jnp.any(ledger.unpinned), lose, lambda ledger: ledger, ledger)
 
 
 def seal(ledger: Ledger, num_sealed: Int32[Array, " B"]) -> Ledger:
@@ -168,14 +220,17 @@ def seal(ledger: Ledger, num_sealed: Int32[Array, " B"]) -> Ledger:
 def finish(ledger: Ledger, slot: Int32[Array, ""]) -> tuple[Ledger, Int32[Array, ""]]:
     """Ends the request in `slot`: its blocks go back to both pools, last page first, the hot region after them.
 
-    Blocks under lease of a transfer in flight stay out of the free queues until its commit. Returns `(ledger, status)`:
-    `REFUSED`, and nothing changed, for a slot that is not taken or outside 0..B-1. Source: hisparse.md 7.4, release.
+    Blocks under lease of a transfer in flight stay out of the free queues until its commit; those of un-pinned pages have been
+    in theirs and keep their place. Returns `(ledger, status)`: `REFUSED`, and nothing changed, for a slot that is not taken or
+    outside 0..B-1. Source: hisparse.md 7.4, release.
     """
     batch = ledger.host_table.shape[0]
     real = (slot >= 0) & (slot < batch)
     inside = jnp.where(real, slot, 0)
     taken = real & ledger.admitted[inside]
-    held = jnp.concatenate([page_blocks(ledger.tables, inside), ledger.hot[:, inside].reshape(-1)])
+    pinned = jnp.where(ledger.unpinned[None], NULL_BLOCK, ledger.tables.resident)
+    pages = page_blocks(ledger.tables.replace(resident=pinned), inside)
+    held = jnp.concatenate([pages, ledger.hot[:, inside].reshape(-1)])
     pool, status = free(ledger.tables.pool, jnp.where(taken, held, NULL_BLOCK))
     host, host_status = free(ledger.host, jnp.where(taken, ledger.host_table[inside, ::-1], NULL_BLOCK))
     status = jnp.where(status == Status.OK, host_status, status)
@@ -188,6 +243,7 @@ def finish(ledger: Ledger, slot: Int32[Array, ""]) -> tuple[Ledger, Int32[Array,
         host_table=ledger.host_table.at[target].set(NULL_BLOCK, mode="drop"),
         hot=ledger.hot.at[:, target].set(NULL_BLOCK, mode="drop"),
         valid=ledger.valid.at[target].set(False, mode="drop"),
+        unpinned=ledger.unpinned.at[target].set(False, mode="drop"),
         transfer=ledger.transfer.at[target].set(0, mode="drop"),
         release_after=ledger.release_after.at[target].set(False, mode="drop"),
         transition_target=ledger.transition_target.at[target].set(0, mode="drop"),

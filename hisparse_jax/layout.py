@@ -21,9 +21,6 @@ from hisparse_jax.groups import Group, LayoutError, Place, Places, Tensor, check
 from hisparse_jax.rows import RowFormat, entry_format, index_format
 from hisparse_jax.specs import CacheSpec, HotSpec, ModelSpecs, Pool, ResidentSpec, cdiv, model_specs
 
-TAIL_PAGES = 2
-"""Newest pages of a request that are never lost: decode writes there."""
-
 SPARE_HOST_BLOCKS = 2
 """Host blocks beyond one request's pages: the null block, and one for the copy-on-write of a tail page."""
 
@@ -124,6 +121,18 @@ class CacheLayout:
         return self.num_resident_groups * self.hot_pages
 
     @property
+    def watermark(self) -> int:
+        """Free GPU blocks below which `reclaim="unpin"` makes requests take their hot regions."""
+        given = self.cache.watermark
+        return max(self.hot_blocks, self.gpu_blocks // 10) if given is None else given
+
+    @property
+    def window_pages(self) -> int:
+        """Resident pages from which on it makes one do so in any case; more than there can be without an admission window."""
+        window = self.cache.admission_window
+        return self.max_pages + 1 if window is None else self.num_pages(window)
+
+    @property
     def slab_bytes(self) -> int:
         return self.gpu_blocks * self.stride
 
@@ -191,7 +200,7 @@ def plan_layout(model: ModelConfig, cache: CacheConfig, *, tiered: bool = True) 
     if cache.rule == "base":
         base, resident, stride = _base_rule(specs, units)
     else:
-        base, resident, stride = _searched_rule(specs, units, pages, hot_pages)
+        base, resident, stride = _searched_rule(specs, units, pages, hot_pages, cache.tail_pages)
     host_page = sum(s.page_bytes for _, s in specs.source)
     gpu_blocks = _block_count("gpu", cache.gpu_blocks, cache.gpu_pool_bytes, stride)
     host_blocks = _block_count("host", cache.host_blocks, cache.host_pool_bytes, host_page) if tiered else 0
@@ -209,9 +218,9 @@ def index_layers(model: ModelConfig) -> tuple[int, ...]:
     return tuple(layer for layer in model.c4_layers if model.leader_of(layer) == layer)
 
 
-def steady_blocks(num_base: int, num_resident: int, pages: int, hot_pages: int) -> int:
+def steady_blocks(num_base: int, num_resident: int, pages: int, hot_pages: int, tail_pages: int = 2) -> int:
     """GPU blocks that a request of `pages` pages keeps under pressure: base pages, its tail, its hot region."""
-    return num_base * pages + num_resident * (min(pages, TAIL_PAGES) + hot_pages)
+    return num_base * pages + num_resident * (min(pages, tail_pages) + hot_pages)
 
 
 def _base_rule(specs: ModelSpecs, units: Units) -> tuple[tuple[Places, ...], tuple[Places, ...], int]:
@@ -222,7 +231,7 @@ def _base_rule(specs: ModelSpecs, units: Units) -> tuple[tuple[Places, ...], tup
 
 
 def _searched_rule(
-    specs: ModelSpecs, units: Units, pages: int, hot_pages: int
+    specs: ModelSpecs, units: Units, pages: int, hot_pages: int, tail_pages: int
 ) -> tuple[tuple[Places, ...], tuple[Places, ...], int]:
     """Every stride of m C4 pages that holds the base group; least `steady_blocks * stride`, on a tie the larger m."""
     base = (_place(0, specs.index + specs.c128),)
@@ -233,7 +242,7 @@ def _searched_rule(
         resident, stride = _pack(units, m * page), m * page
         if max(_block_bytes(g) for g in resident) > stride:
             continue  # leader and followers share a group, and this stride is too small for them
-        cost = steady_blocks(1, len(resident), pages, hot_pages) * stride
+        cost = steady_blocks(1, len(resident), pages, hot_pages, tail_pages) * stride
         if best is None or cost <= best[0]:
             best = cost, resident, stride
     assert best is not None, "the widest stride holds every C4 layer"
@@ -307,6 +316,14 @@ def _check_counts(layout: CacheLayout, tiered: bool) -> None:
             f"the host pool has {host} blocks, max_model_len={cache.max_model_len} needs {need} ({layout.max_pages} pages, the "
             f"null block, a copy-on-write tail); raise host_pool_bytes to {need * layout.host_page:,} (or host_blocks to {need}) "
             "or lower max_model_len."
+        )
+    if tiered and cache.watermark is not None and cache.watermark > gpu:
+        raise LayoutError(f"watermark={cache.watermark} exceeds the {gpu} GPU blocks there are; lower watermark.")
+    least = layout.hot_pages + cache.tail_pages
+    if tiered and cache.admission_window is not None and layout.window_pages <= least:
+        raise LayoutError(
+            f"admission_window={cache.admission_window} is {layout.window_pages} pages, of which none pays for a hot region of "
+            f"{layout.hot_pages} beside a tail of {cache.tail_pages}; raise admission_window above {least * layout.page_tokens}."
         )
     if cache.parked_pages is not None and cache.parked_pages < layout.max_pages and tiered:
         raise LayoutError(

@@ -61,21 +61,11 @@ class ServingLoop:
 
     def look(self) -> Snapshot:
         """What is held, and the sums so far."""
-        now, scheduler = self.runner.look(), self.scheduler
-        for ticket in scheduler.active.values():
+        now = self.runner.look()
+        for ticket in self.scheduler.active.values():
             self._follow(ticket, now)
-        parked, running = scheduler.parked, len(self._running())
-        return self.meter.snapshot(
-            self.number,
-            now,
-            queued=len(scheduler.queue) - len(parked),
-            parked=len(parked),
-            prefilling=len(scheduler.active) - running,
-            running=running,
-            parked_pages=sum(t.pages for t in parked),
-            cached_prefixes=len(self.prefixes.index),
-            cached_pages=self.prefixes.index.num_pages,
-        )
+        index = self.prefixes.index
+        return self.meter.snapshot(self.number, now, self.open.values(), cached_prefixes=len(index), cached_pages=index.num_pages)
 
     def _make_way(self) -> None:
         """Parks running requests for a head of the queue that has waited for long."""

@@ -4,7 +4,7 @@ Everything comes from numbers that a step brings to the host anyway, or from the
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -15,12 +15,14 @@ from prometheus_client.registry import Collector
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.requests import End
 from hisparse_jax.runner import View
+from hisparse_jax.scheduler import Ticket
 from hisparse_jax.tiered import COUNT_NAMES, Traffic
 
 REQUEST_STATES = ("queued", "parked", "prefilling", "running")
 
-PAGE_STATES = ("dirty", "pending", "clean", "host_only", "parked")
-"""dirty, pending, clean: on the GPU with a host copy that is not complete, under way, complete. The others: on the host alone."""
+PAGE_STATES = ("dirty", "pending", "clean", "unpinned", "host_only", "parked")
+"""dirty, pending, clean: on the GPU with a host copy that is not complete, under way, complete. unpinned: clean, and its blocks
+count as free. The others: on the host alone."""
 
 EVENTS = (
     "submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "prefilled_tokens",
@@ -59,6 +61,30 @@ class LayerCounts:
 
 
 @dataclasses.dataclass(frozen=True)
+class RequestUse:
+    """An open request: where it stands, what it holds, and what became of the entries that it selected."""
+
+    number: int
+    state: str
+    """One of `REQUEST_STATES`."""
+    length: int
+    """Tokens in the cache."""
+    produced: int
+    """Tokens sampled since the prompt was last begun."""
+    pages: int
+    """Host pages held."""
+    resident: int
+    """Pages on the GPU, un-pinned ones included; 0 unless it is in a slot."""
+    hot: bool
+    """Owns its hot region."""
+    counts: Mapping[str, int]
+    """`COUNT_NAMES`, all C4 layers of its decode steps, replays included."""
+    bytes_to_gpu: int
+    bytes_to_host: int
+    """Since it was last begun."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Snapshot:
     """An engine after one of its steps. Counts are sums since it was made, the rest is as of now."""
 
@@ -88,6 +114,8 @@ class Snapshot:
     """`WAITS`."""
     queue_seconds: float
     """From submission to the first slot, all started requests together."""
+    requests: tuple[RequestUse, ...]
+    """All that have not ended, oldest first."""
 
     @property
     def hit_rate(self) -> float:
@@ -108,35 +136,24 @@ class Meter:
         self.traffic = np.zeros(len(MOVES), np.int64)
         self.queue_seconds = 0.0
 
-    def snapshot(
-        self,
-        step: int,
-        now: View,
-        *,
-        queued: int,
-        parked: int,
-        prefilling: int,
-        running: int,
-        parked_pages: int,
-        cached_prefixes: int,
-        cached_pages: int,
-    ) -> Snapshot:
-        """The sums, and the state as of `now`."""
+    def snapshot(self, step: int, now: View, tickets: Iterable[Ticket], *, cached_prefixes: int, cached_pages: int) -> Snapshot:
+        """The sums, and the state as of `now`, with the open requests' `tickets`."""
         layout = self.layout
-        row, page = layout.entry.row_bytes, layout.page_bytes
+        requests = tuple(self._use(ticket, now) for ticket in sorted(tickets, key=lambda t: t.number))
+        states = {state: sum(use.state == state for use in requests) for state in REQUEST_STATES}
+        parked_pages = sum(use.pages for use in requests if use.state == "parked")
+        row = layout.entry.row_bytes
         swapped, staged, mirrored, copied = (int(x) for x in self.traffic)
-        resident, pending, clean = (int(np.sum(x)) for x in (now.resident, now.pending, now.clean))
-        pages = (resident - pending - clean, pending, clean, int(np.sum(now.pages)) - resident, parked_pages)
+        to_gpu, to_host = self._bytes(self.traffic)
+        resident, *clean = (int(np.sum(x)) for x in (now.resident, now.pending, now.clean, now.unpinned))
+        pages = (resident - sum(clean), *clean, int(np.sum(now.pages)) - resident, parked_pages)
         layers = (
             LayerCounts(layer, *map(int, counts), bytes_to_gpu=row * int(counts[COUNT_NAMES.index("misses")]))
             for layer, counts in zip(layout.model.c4_layers, self.counts, strict=True)
         )
         return Snapshot(
             step=step,
-            queued=queued,
-            parked=parked,
-            prefilling=prefilling,
-            running=running,
+            **states,
             gpu=PoolUse(int(now.gpu_free), layout.gpu_blocks - 1 - int(now.gpu_free)),
             host=PoolUse(int(now.host_free), layout.host_blocks - 1 - int(now.host_free)),
             hot_regions=int(np.sum(now.hot)),
@@ -145,13 +162,36 @@ class Meter:
             pages=MappingProxyType(dict(zip(PAGE_STATES, pages, strict=True))),
             layers=tuple(layers),
             moved=MappingProxyType(dict(zip(MOVES, (swapped, staged, mirrored, copied), strict=True))),
-            bytes_to_gpu=row * (swapped + staged),
-            bytes_to_host=row * mirrored + page * copied,
+            bytes_to_gpu=to_gpu,
+            bytes_to_host=to_host,
             events=MappingProxyType(dict(self.events)),
             ended=MappingProxyType(dict(self.ended)),
             waits=MappingProxyType(dict(self.waits)),
             queue_seconds=self.queue_seconds,
+            requests=requests,
         )
+
+    def _use(self, ticket: Ticket, now: View) -> RequestUse:
+        state = "parked" if ticket.place >= 0 else ticket.phase.name.lower()
+        to_gpu, to_host = self._bytes(ticket.traffic)
+        return RequestUse(
+            number=ticket.number,
+            state=state,
+            length=ticket.length,
+            produced=ticket.produced,
+            pages=ticket.pages,
+            resident=int(now.resident[ticket.slot]) if ticket.slot >= 0 else 0,
+            hot=bool(ticket.slot >= 0 and now.hot[ticket.slot]),
+            counts=MappingProxyType(dict(zip(COUNT_NAMES, ticket.counts.sum(axis=0).tolist(), strict=True))),
+            bytes_to_gpu=to_gpu,
+            bytes_to_host=to_host,
+        )
+
+    def _bytes(self, traffic: np.ndarray) -> tuple[int, int]:
+        """To the GPU and to the host, of counts as in `MOVES`."""
+        swapped, staged, mirrored, copied = (int(x) for x in traffic)
+        row = self.layout.entry.row_bytes
+        return row * (swapped + staged), row * mirrored + self.layout.page_bytes * copied
 
 
 class SnapshotCollector(Collector):

@@ -19,7 +19,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
-from hisparse_jax import ffi, reclaim
+from hisparse_jax import ffi
 from hisparse_jax.config import ConfigError
 from hisparse_jax.host_memory import check_host_budget, make_host_pool
 from hisparse_jax.hot_map import reset_requests
@@ -36,7 +36,7 @@ from hisparse_jax.parking_ledger import (
     park,
     unpark,
 )
-from hisparse_jax.room import commit_copies, copy_c4_pages, seal_written, spill_budget
+from hisparse_jax.room import commit_copies, copy_c4_pages, plan_room, seal_written, spill_budget, unpin_copied
 from hisparse_jax.sequences import Sequences, committed, init_sequences
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState
@@ -175,11 +175,12 @@ def make_blocks_free(state: TieredState, num_blocks: Int32[Array, ""], layout: C
     What they give up is committed here: its copies must be the first that the program after this one makes.
     """
     ledger = seal_written(state, state.sequences.running, layout)
-    short = jnp.maximum(num_blocks - ledger.tables.pool.num_free, 0)
     budget = layout.cache.max_requests * spill_budget(layout)  # there is but one plan, so it may take all that there is
-    ledger, given_up = reclaim.reclaim(ledger, short, max_pages=budget)
+    ledger, given_up = plan_room(ledger, num_blocks, layout, max_pages=budget)
     state = state.replace(ledger=ledger)
-    return (commit_copies(state, given_up) if budget else state), given_up
+    if budget:
+        state = commit_copies(state, given_up)
+    return state.replace(ledger=unpin_copied(state.ledger, num_blocks, layout)), given_up
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames=("state", "parking"))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Int32
 from hisparse_jax import coordinator
 from hisparse_jax.block_pool import BlockPool, allocate, free, init_pool, touch
 from hisparse_jax.coordinator import Ledger
-from hisparse_jax.spill import TAIL_PAGES, copied, standing
+from hisparse_jax.spill import copied, standing
 from hisparse_jax.status import NULL_BLOCK, Status
 
 
@@ -156,7 +156,7 @@ def unpark(
 ) -> tuple[Ledger, ParkingLedger, ResumePlan, Int32[Array, ""]]:
     """Moves a parked request to a free `slot`: base pages in every base group, and C4 pages as far as they stay.
 
-    Those are the last two, and the rest is on the host behind a hot region; a request whose other pages take no more blocks
+    Those are the tail, and the rest is on the host behind a hot region; a request whose other pages take no more blocks
     than the region gets them all and no region, so it never needs more than it could have held before. The plan's copies come
     before the request runs.
 
@@ -193,11 +193,11 @@ def move_in(
     num_pages = parking.num_pages[place]
     kept, need = _demand(ledger, num_pages)
     own = num_base * (num_pages - num_donated)
-    num_resident = most_resident(max_pages, hot_pages)
+    num_resident = most_resident(max_pages, hot_pages, ledger.tail_pages)
     pool, blocks, got = allocate(
         ledger.tables.pool,
         jnp.where(legal, need - num_base * num_donated, 0),
-        max_count=num_base * max_pages + groups * max(num_resident, min(TAIL_PAGES, max_pages) + hot_pages),
+        max_count=num_base * max_pages + groups * max(num_resident, min(ledger.tail_pages, max_pages) + hot_pages),
     )
     ok = legal & (got == Status.OK)
 
@@ -234,6 +234,7 @@ def move_in(
         host=jnp.where(ok, host, NULL_BLOCK),
         resident=resident,
     )
+    back = coordinator.forget_reused(back, ledger.tables.pool)
     return keep(ok, back, ledger), plan, got
 
 
@@ -290,9 +291,9 @@ def record(
     return *after, blocks, host_blocks, jnp.where(ok, place, -1), status
 
 
-def most_resident(max_pages: int, hot_pages: int) -> int:
+def most_resident(max_pages: int, hot_pages: int, tail_pages: int = 2) -> int:
     """Most C4 pages that `unpark` brings back: no more than take as many blocks as the tail and a hot region."""
-    return min(max_pages, TAIL_PAGES + hot_pages)
+    return min(max_pages, tail_pages + hot_pages)
 
 
 def keep(ok: Bool[Array, ""], after, before):
@@ -310,8 +311,8 @@ def look_up(parking: ParkingLedger, place: Int32[Array, ""]) -> tuple[Bool[Array
 def _demand(ledger: Ledger, num_pages: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
     """C4 pages that come back to the GPU, and the blocks of the whole return."""
     groups, _, hot_pages = ledger.hot.shape
-    short = num_pages <= TAIL_PAGES + hot_pages
-    kept = jnp.where(short, num_pages, TAIL_PAGES)
+    short = num_pages <= ledger.tail_pages + hot_pages
+    kept = jnp.where(short, num_pages, ledger.tail_pages)
     return kept, ledger.tables.base.shape[0] * num_pages + groups * kept + jnp.where(short, 0, ledger.hot_cost)
 
 

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from hisparse_jax.coordinator import Ledger
-from hisparse_jax.spill import SpillPlan, behind_tail, copied, give_up, standing
-from hisparse_jax.status import NULL_BLOCK
+from hisparse_jax.spill import SpillPlan, candidates, copied, give_up
 
 
 def reclaim(ledger: Ledger, num_blocks: Int32[Array, ""], *, max_pages: int) -> tuple[Ledger, SpillPlan]:
@@ -21,10 +20,11 @@ def reclaim(ledger: Ledger, num_blocks: Int32[Array, ""], *, max_pages: int) -> 
     Pages on the host leave at once, others at the commit of the plan (at most `max_pages` copies): they count as blocks to
     come, as do those promised by earlier calls. Look at `num_free` again afterwards.
 
-    Candidates stand on the GPU before the last two pages, have a host block, and are not promised yet.
+    Candidates: `spill.candidates`.
     """
-    candidates, copies = _candidates(ledger)
-    num_candidates = jnp.sum(candidates, axis=1, dtype=jnp.int32)
+    may_go = candidates(ledger)
+    copies = may_go & ~copied(ledger) & (ledger.transfer == 0)
+    num_candidates = jnp.sum(may_go, axis=1, dtype=jnp.int32)
     groups, hot_cost, owned = ledger.hot.shape[0], ledger.hot_cost, ledger.has_hot
     switching = ledger.transition_target > 0
     per_request = jnp.sum(num_candidates > 0, dtype=jnp.int32) * ledger.tables.growing_groups
@@ -34,9 +34,9 @@ def reclaim(ledger: Ledger, num_blocks: Int32[Array, ""], *, max_pages: int) -> 
 
     def take(carry, request):
         coming, budget = carry
-        candidates, copies, owned, switching = request
+        may_go, copies, owned, switching = request
         short = target - coming
-        affordable = candidates & (~copies | (jnp.cumsum(copies, dtype=jnp.int32) <= budget))
+        affordable = may_go & (~copies | (jnp.cumsum(copies, dtype=jnp.int32) <= budget))
         wanted = -(-jnp.where(owned, short, short + hot_cost) // groups)
         taken = jnp.minimum(jnp.sum(affordable, dtype=jnp.int32), wanted)
         gain = taken * groups - jnp.where(owned, 0, hot_cost)
@@ -45,10 +45,14 @@ def reclaim(ledger: Ledger, num_blocks: Int32[Array, ""], *, max_pages: int) -> 
         budget = budget - jnp.sum(chosen & copies, dtype=jnp.int32)
         return (coming + jnp.where(useful, gain, 0), budget), chosen
 
-    order = jnp.argsort(-num_candidates, stable=True)
-    requests = jax.tree.map(lambda x: x[order], (candidates, copies, owned, switching))
-    _, chosen = jax.lax.scan(take, (promised, jnp.int32(max_pages)), requests)
-    return give_up(ledger, jnp.zeros_like(candidates).at[order].set(chosen), max_pages=max_pages)
+    def search(may_go):
+        order = jnp.argsort(-num_candidates, stable=True)
+        requests = jax.tree.map(lambda x: x[order], (may_go, copies, owned, switching))
+        _, chosen = jax.lax.scan(take, (promised, jnp.int32(max_pages)), requests)
+        return jnp.zeros_like(may_go).at[order].set(chosen)
+
+    chosen = jax.lax.cond(num_blocks > 0, search, jnp.zeros_like, may_go)
+    return give_up(ledger, chosen, max_pages=max_pages)
 
 
 def release_history(ledger: Ledger, requests: Bool[Array, " B"], *, max_pages: int) -> tuple[Ledger, SpillPlan]:
@@ -57,11 +61,4 @@ def release_history(ledger: Ledger, requests: Bool[Array, " B"], *, max_pages: i
     Pages on the host leave at once, others at the commit of the plan (at most `max_pages` copies, lower slots first). Where
     free blocks and those that come free do not make up a hot region, that request keeps its pages.
     """
-    candidates, _ = _candidates(ledger)
-    return give_up(ledger, candidates & requests[:, None], max_pages=max_pages)
-
-
-def _candidates(ledger: Ledger) -> tuple[Bool[Array, "B P"], Bool[Array, "B P"]]:
-    """Pages that may be given up, and those of them that need a copy planned first."""
-    candidates = standing(ledger) & behind_tail(ledger) & ~ledger.release_after & (ledger.host_table != NULL_BLOCK)
-    return candidates, candidates & ~copied(ledger) & (ledger.transfer == 0)
+    return give_up(ledger, candidates(ledger) & requests[:, None], max_pages=max_pages)

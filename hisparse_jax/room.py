@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from hisparse_jax import coordinator, reclaim, spill, transfer
-from hisparse_jax.block_tables import blocks_short
+from hisparse_jax import coordinator, reclaim, spill, transfer, unpin
+from hisparse_jax.block_tables import blocks_wanted
 from hisparse_jax.coordinator import Ledger
 from hisparse_jax.hot_map import forget_host_blocks
 from hisparse_jax.layout import CacheLayout
@@ -44,26 +44,19 @@ def spill_budget(layout: CacheLayout) -> int:
 def make_room(
     state: TieredState, new_pages: Int32[Array, " B"], layout: CacheLayout, *, max_new_pages: int
 ) -> tuple[TieredState, Bool[Array, " B"], Int32[Array, " B"]]:
-    """Gives each request `new_pages` more pages, all or none: `(state, granted, status)`.
-
-    `reclaim="base"`: history goes to the host only as far as blocks are short. `"eager"`: every page that may go, goes.
-    """
+    """Gives each request `new_pages` more pages, all or none: `(state, granted, status)`; history leaves the GPU for them."""
     state, budget = state.replace(ledger=seal_written(state, state.sequences.running, layout)), spill_budget(layout)
+    needed = blocks_wanted(state.ledger.tables, new_pages)
 
     def give_up(state: TieredState) -> tuple[TieredState, Bool[Array, ""]]:
         """Carries out one plan; whether another could find more."""
-        if layout.cache.reclaim == "eager":
-            held = state.ledger.tables.num_pages > 0
-            ledger, plan = reclaim.release_history(state.ledger, held, max_pages=budget)
-            more = plan.count == budget
-        else:
-            short = blocks_short(state.ledger.tables, new_pages)
-            ledger, plan = reclaim.reclaim(state.ledger, short, max_pages=budget)
-            more = plan.count > 0
+        ledger, plan = plan_room(state.ledger, needed, layout, max_pages=budget)
         state = state.replace(ledger=ledger)
         if budget:
             state = _spill(state, plan, layout)
-        return state, more & (blocks_short(state.ledger.tables, new_pages) > 0)
+        state = state.replace(ledger=unpin_copied(state.ledger, needed, layout))
+        more = plan.count > 0 if layout.cache.reclaim == "base" else plan.count == budget
+        return state, more & (needed > state.ledger.tables.pool.num_free)
 
     if budget:
         state, _ = jax.lax.while_loop(lambda carry: carry[1], lambda carry: give_up(carry[0]), (state, jnp.bool_(True)))
@@ -72,6 +65,27 @@ def make_room(
     ledger, granted, status, host_blocks = coordinator.grow(state.ledger, new_pages, max_new_pages=max_new_pages)
     maps = tuple(forget_host_blocks(m, host_blocks.reshape(-1), layout.page_entries) for m in state.hot_maps)
     return state.replace(ledger=ledger, hot_maps=maps), granted, status
+
+
+def plan_room(ledger: Ledger, needed: Int32[Array, ""], layout: CacheLayout, *, max_pages: int) -> tuple[Ledger, SpillPlan]:
+    """Decides which history leaves the GPU for an allocation of `needed` blocks, and which pages, at most `max_pages`, are copied
+    first.
+
+    `reclaim="base"`: only as far as blocks are short. `"eager"`: every page that may go. Those that need no copy leave at once,
+    the others at the commit of the plan. `"unpin"`: none by itself; `unpin_copied` is due once the plan is committed.
+    """
+    if layout.cache.reclaim == "eager":
+        return reclaim.release_history(ledger, ledger.tables.num_pages > 0, max_pages=max_pages)
+    if layout.cache.reclaim == "unpin":
+        return unpin.plan_copies(ledger, needed, layout.watermark, layout.window_pages, max_pages=max_pages)
+    return reclaim.reclaim(ledger, jnp.maximum(needed - ledger.tables.pool.num_free, 0), max_pages=max_pages)
+
+
+def unpin_copied(ledger: Ledger, needed: Int32[Array, ""], layout: CacheLayout) -> Ledger:
+    """Un-pins what may go now that the copies of `plan_room` are committed; nothing where that is not the policy."""
+    if layout.cache.reclaim != "unpin":
+        return ledger
+    return unpin.unpin_clean(ledger, needed, layout.watermark, layout.window_pages)
 
 
 def _spill(state: TieredState, plan: SpillPlan, layout: CacheLayout) -> TieredState:

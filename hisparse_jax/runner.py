@@ -28,7 +28,8 @@ class View(NamedTuple):
 
     traffic: i32[4, B]   rows swapped in, staged, mirrored, and pages copied, since the slot's admission.
     pages: i32[B]        pages grown.
-    resident: i32[B]     those on the GPU; of them `pending` with a copy in flight, `clean` complete on the host.
+    resident: i32[B]     those on the GPU; of them `pending` with a copy in flight, `clean` complete on the host, `unpinned`
+                         clean and in free blocks.
     host_pages: i32[B]   host blocks held.
     """
 
@@ -41,6 +42,7 @@ class View(NamedTuple):
     resident: Int32[Array, " B"]
     pending: Int32[Array, " B"]
     clean: Int32[Array, " B"]
+    unpinned: Int32[Array, " B"]
     host_pages: Int32[Array, " B"]
     hot: Bool[Array, " B"]
     gpu_free: Int32[Array, ""]
@@ -74,7 +76,8 @@ def view(state: TieredState) -> View:
         pages=ledger.tables.num_pages,
         resident=count(on_gpu),
         pending=count(on_gpu & moving),
-        clean=count(on_gpu & ledger.valid & ~moving),
+        clean=count(on_gpu & ledger.valid & ~moving & ~ledger.unpinned),
+        unpinned=count(ledger.unpinned),
         host_pages=count(ledger.host_table > 0),
         hot=ledger.has_hot,
         gpu_free=ledger.tables.pool.num_free,

@@ -10,12 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int32
 
-from hisparse_jax.block_pool import allocate, free, touch
-from hisparse_jax.coordinator import Ledger
+from hisparse_jax.block_pool import free, touch
+from hisparse_jax.coordinator import Ledger, take_regions
 from hisparse_jax.status import MISS, NULL_BLOCK
-
-TAIL_PAGES = 2
-"""Last pages of a request, never given up: decode writes there and a step may be in flight."""
 
 
 class SpillPlan(struct.PyTreeNode):
@@ -40,15 +37,15 @@ class SpillPlan(struct.PyTreeNode):
 def plan_spill(ledger: Ledger, pages: Bool[Array, "B P"], *, release_after: bool, max_pages: int) -> tuple[Ledger, SpillPlan]:
     """Plans a copy of each page in `pages`, lower slots and pages first; refused ones are simply not in the plan.
 
-    Refused: no host block, a resident group without the page, a transfer pending (one from before a preemption too) or a
-    release promised, a host block with other holders (pages of a cached prefix are complete and read by them), the budget of
-    `max_pages` spent. Without `release_after` also a page that is valid; with it, the last
-    two pages. With `release_after` the page leaves the GPU at the commit; where the request has no hot region yet, a switch
-    starts (or widens) and the pages leave together when the last is copied, if the pool can then give the region.
+    Refused: no host block, a resident group without the page, an un-pinned page, a transfer pending (one from before a
+    preemption too) or a release promised, a host block with other holders (pages of a cached prefix are complete and read by
+    them), the budget of `max_pages` spent. Without `release_after` also a page that is valid; with it, the tail. With
+    `release_after` the page leaves the GPU at the commit; where the request has no hot region yet, a switch starts (or widens)
+    and the pages leave together when the last is copied, if the pool can then give the region.
 
     A completed copy makes the page valid, so plan a page only when its rows are final or later ones are written through.
     """
-    copies = pages & standing(ledger) & (ledger.host_table != NULL_BLOCK) & (ledger.transfer == 0) & ~ledger.release_after
+    copies = pages & pinned(ledger) & (ledger.host_table != NULL_BLOCK) & (ledger.transfer == 0) & ~ledger.release_after
     copies = copies & (ledger.host_lease[ledger.host_table] == 0) & (ledger.host.references[ledger.host_table] == 1)
     copies = copies & (behind_tail(ledger) if release_after else ~ledger.valid)
     ledger, plan, planned = _lease(ledger, copies, max_pages)
@@ -95,10 +92,20 @@ def standing(ledger: Ledger) -> Bool[Array, "B P"]:
     return jnp.all(ledger.tables.resident != NULL_BLOCK, axis=0)
 
 
+def pinned(ledger: Ledger) -> Bool[Array, "B P"]:
+    """Pages that stand on the GPU and hold a reference on each of their blocks."""
+    return standing(ledger) & ~ledger.unpinned
+
+
 def behind_tail(ledger: Ledger) -> Bool[Array, "B P"]:
-    """Pages before the last two of their request."""
+    """Pages before the last `tail_pages` of their request."""
     page = jnp.arange(ledger.valid.shape[1], dtype=jnp.int32)[None, :]
-    return page < (ledger.tables.num_pages - TAIL_PAGES)[:, None]
+    return page < (ledger.tables.num_pages - ledger.tail_pages)[:, None]
+
+
+def candidates(ledger: Ledger) -> Bool[Array, "B P"]:
+    """Pages that may be given up: they hold their blocks, stand before the tail, have a host block, and are not promised."""
+    return pinned(ledger) & behind_tail(ledger) & ~ledger.release_after & (ledger.host_table != NULL_BLOCK)
 
 
 def copied(ledger: Ledger) -> Bool[Array, "B P"]:
@@ -132,8 +139,12 @@ def settle(ledger: Ledger) -> Ledger:
 
     A switch commits when all promised pages are copied: they leave and the hot region is taken in one step. Slot by slot,
     where free blocks and those that come free do not make up a region, the switch is given up: pages stay, nothing is lost.
+    Nothing promised costs next to nothing.
     """
-    groups, batch, hot_pages = ledger.hot.shape
+    return jax.lax.cond(jnp.any(ledger.release_after), _settle, lambda ledger: ledger, ledger)
+
+
+def _settle(ledger: Ledger) -> Ledger:
     pool, resident = ledger.tables.pool, ledger.tables.resident
     leaving = ledger.release_after & copied(ledger)
     stuck = jnp.any(ledger.release_after & ~leaving, axis=1)
@@ -141,34 +152,34 @@ def settle(ledger: Ledger) -> Ledger:
     last_holder = (pool.references[resident] == 1) & leaving[None]
     gains = jnp.sum(last_holder, axis=(0, 2), dtype=jnp.int32)
 
-    def switch(carry, request):
-        num_free, before = carry
+    def switch(num_free, request):
         wants, gain = request
         commits = wants & (num_free + gain >= ledger.hot_cost)
-        num_free = num_free + jnp.where(commits, gain - ledger.hot_cost, 0)
-        return (num_free, before + commits.astype(jnp.int32)), (commits, before)
+        return num_free + jnp.where(commits, gain - ledger.hot_cost, 0), commits
 
     num_free = pool.num_free + jnp.sum(jnp.where(ledger.has_hot, gains, 0), dtype=jnp.int32)
-    (_, num_commits), (commits, rank) = jax.lax.scan(switch, (num_free, jnp.int32(0)), (switching, gains))
+    _, commits = jax.lax.scan(switch, num_free, (switching, gains))
 
     gone = leaving & (ledger.has_hot | commits)[:, None]
     by_page = jnp.where(gone[None], resident, NULL_BLOCK).transpose(1, 2, 0)
     pool, _ = free(pool, by_page.reshape(-1))
-    pool, block_ids, _ = allocate(pool, num_commits * ledger.hot_cost, max_count=batch * ledger.hot_cost)
-    regions = block_ids.reshape(batch, groups, hot_pages)[jnp.where(commits, rank, 0)].transpose(1, 0, 2)
     closed = switching[:, None]
-    return ledger.replace(
+    ledger = ledger.replace(
         tables=ledger.tables.replace(pool=pool, resident=jnp.where(gone[None], NULL_BLOCK, resident)),
-        hot=jnp.where(commits[None, :, None], regions, ledger.hot),
         release_after=ledger.release_after & ~gone & ~closed,
         transition_target=jnp.where(switching, 0, ledger.transition_target),
         pages_lost=ledger.pages_lost + jnp.sum(gone, axis=1, dtype=jnp.int32),
     )
+    return take_regions(ledger, commits)
 
 
 def _lease(ledger: Ledger, copies: Bool[Array, "B P"], max_pages: int) -> tuple[Ledger, SpillPlan, Bool[Array, "B P"]]:
     """Plans the first `max_pages` of `copies`, with a lease on each block that takes part; also says which pages those are."""
     batch, table_pages = copies.shape
+    if not max_pages:
+        none = jnp.zeros(0, jnp.int32)
+        source = jnp.zeros((ledger.hot.shape[0], 0), jnp.int32)
+        return ledger, SpillPlan(none, none, source, none, none, jnp.int32(0)), jnp.zeros_like(copies)
     pool, resident = ledger.tables.pool, ledger.tables.resident
     rank = jnp.cumsum(copies.reshape(-1), dtype=jnp.int32) - 1
     planned = copies.reshape(-1) & (rank < max_pages)

@@ -58,6 +58,7 @@ def assemble_state(
             batch=batch,
             max_pages=layout.max_pages,
             hot_pages=layout.hot_pages,
+            tail_pages=layout.cache.tail_pages,
         ),
         hot_maps=tuple(init_hot_map(batch, layout.num_hot_slots) for _ in layout.model.c4_layers),
         traffic=init_traffic(batch),

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill
+from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill, unpin
 from hisparse_jax.block_pool import BlockPool
 from hisparse_jax.coordinator import Ledger
 from hisparse_jax.parking_ledger import ParkingLedger
@@ -23,8 +23,8 @@ PLACES, PARKED = 4, 14
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=BATCH, max_pages=PAGES)
 
 WEIGHTS = dict(
-    admit=3, grow=8, seal=1, back_up=4, spill=4, reclaim=4, release_history=1, enqueue=4, complete=5, finish=1, park=1, unpark=2,
-    publish=3, adopt=3, drop=1,
+    admit=3, grow=8, seal=1, back_up=4, spill=4, reclaim=4, release_history=1, plan_copies=2, enqueue=4, complete=5, finish=1,
+    unpin=3, take_back=1, park=1, unpark=2, publish=3, adopt=3, drop=1,
 )  # fmt: skip
 """How often each is drawn; requests live long enough to grow, and slots are rarely empty."""
 
@@ -44,6 +44,8 @@ RULES = (
     "parking blocks are held as often as counted, and all others are queued",
     "a block stands for one page number, and a C4 block in one place",
     "full pages of a cached prefix are complete on the host",
+    "an un-pinned page stands in free blocks that nobody else names",
+    "an un-pinned page is complete on the host and its owner has a hot region",
 )
 
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -58,6 +60,7 @@ class Walk(NamedTuple):
     key: Array
     taken: Int32[Array, " operations"]
     lost: Int32[Array, ""]
+    unpinned: Int32[Array, ""]
     regions: Int32[Array, ""]
     shared: Int32[Array, ""]
     broken: Int32[Array, " rules"]
@@ -77,6 +80,7 @@ def walk(count: int, seed: int, *, stride: int = 100_000) -> dict:
     taken = dict(zip(OPERATIONS, map(int, state.taken), strict=True))
     planned = {"pages_planned": int(ledger.next_transfer) - 1, "pages_lost": int(state.lost), "regions_taken": int(state.regions)}
     planned["pages_adopted"] = int(state.shared)
+    planned["pages_unpinned"] = int(state.unpinned)
     return {"count": count, **taken, **planned, "breaches": breaches}
 
 
@@ -91,6 +95,7 @@ def _start(seed: int) -> Walk:
         jax.random.key(seed),
         taken=jnp.zeros(len(OPERATIONS), jnp.int32),
         lost=jnp.int32(0),
+        unpinned=jnp.int32(0),
         regions=jnp.int32(0),
         shared=jnp.int32(0),
         broken=jnp.zeros(len(RULES), jnp.int32),
@@ -121,7 +126,7 @@ def _step(state: Walk) -> Walk:
     full = jnp.all(open_)
     odds = jnp.log(jnp.asarray(list(WEIGHTS.values()), jnp.float32))
     operation = jax.random.categorical(pick, odds).astype(jnp.int32)
-    planning = (operation >= OPERATIONS.index("back_up")) & (operation <= OPERATIONS.index("release_history"))
+    planning = (operation >= OPERATIONS.index("back_up")) & (operation <= OPERATIONS.index("plan_copies"))
     operation = jnp.where(planning & full, OPERATIONS.index("complete"), operation)
     chosen = jax.random.randint(first, (), 0, PLANS)
     which = jnp.where(operation < OPERATIONS.index("enqueue"), jnp.argmin(open_).astype(jnp.int32), chosen)
@@ -154,6 +159,7 @@ def _step(state: Walk) -> Walk:
         "spill": lambda: planned(spill.plan_spill(ledger, pages, release_after=True, max_pages=BUDGET)),
         "reclaim": lambda: planned(reclaim.reclaim(ledger, amounts[0] * 2, max_pages=BUDGET)),
         "release_history": lambda: planned(reclaim.release_history(ledger, requests, max_pages=BUDGET)),
+        "plan_copies": lambda: planned(unpin.plan_copies(ledger, amounts[0], amounts[1] * 4, PAGES + 1, max_pages=BUDGET)),
         "enqueue": lambda: alone(spill.commit_enqueued(ledger, plan)),
         "complete": lambda: (spill.commit_completed(ledger, plan), parking, jax.tree.map(jnp.zeros_like, plan)),
         "finish": lambda: alone(coordinator.finish(ledger, slot)[0]),
@@ -164,6 +170,8 @@ def _step(state: Walk) -> Walk:
         ),
         "adopt": lambda: alone(prefix_ledger.adopt(ledger, parking, place, slot, amounts[0] + 2 * odd)[0]),
         "drop": lambda: placed(parking_ledger.drop(ledger, parking, place)),
+        "unpin": lambda: alone(unpin.unpin_clean(ledger, amounts[0], amounts[1] * 4, jnp.maximum(amounts[2], 4))),
+        "take_back": lambda: alone(unpin.take_back(ledger, pages)),
     }
     after, parking, plan = jax.lax.switch(operation, [branches[name] for name in OPERATIONS])
     adopted = jnp.sum(after.valid & ~ledger.valid, dtype=jnp.int32) * (operation == OPERATIONS.index("adopt"))
@@ -174,6 +182,7 @@ def _step(state: Walk) -> Walk:
         key,
         taken=state.taken.at[operation].add(1),
         lost=state.lost + jnp.sum(jnp.maximum(after.pages_lost - ledger.pages_lost, 0), dtype=jnp.int32),
+        unpinned=state.unpinned + jnp.sum(after.unpinned & ~ledger.unpinned, dtype=jnp.int32),
         regions=state.regions + jnp.sum(after.has_hot & ~ledger.has_hot, dtype=jnp.int32),
         shared=state.shared + adopted,
         broken=state.broken + _broken(after, parking),
@@ -186,7 +195,10 @@ def _broken(ledger: Ledger, parking: ParkingLedger) -> Int32[Array, " rules"]:
     on_gpu, grown = standing(ledger), jnp.arange(PAGES)[None] < tables.num_pages[:, None]
     lost = grown & ~on_gpu
     pending = ledger.transfer > 0
-    gpu = [tables.base.reshape(-1), tables.resident.reshape(-1), ledger.hot.reshape(-1)]
+    pinned = jnp.where(ledger.unpinned[None], NULL_BLOCK, tables.resident)
+    gpu = [tables.base.reshape(-1), pinned.reshape(-1), ledger.hot.reshape(-1)]
+    kept = jnp.where(ledger.unpinned[None], tables.resident, NULL_BLOCK).reshape(-1)
+    named = jnp.zeros_like(tables.pool.references).at[kept].add(1).at[NULL_BLOCK].set(0)
     hot = ledger.hot != NULL_BLOCK
     hosts = jnp.concatenate([ledger.host_table, parking.host_table])
     alone = _single(tables.pool, jnp.concatenate(gpu[1:]))
@@ -205,6 +217,8 @@ def _broken(ledger: Ledger, parking: ParkingLedger) -> Int32[Array, " rules"]:
         _counted(parking.pool, parking.base.reshape(-1), 0 * parking.pool.references) & _queued(parking.pool),
         alone & paged & _same_page(parking.pool, parking.base),
         jnp.all(~parking.cached | (jnp.sum(parking.valid, axis=1) >= jnp.maximum(parking.num_pages - 1, 1))),
+        jnp.all(~ledger.unpinned | on_gpu) & jnp.all(named <= (tables.pool.references == 0)),
+        jnp.all(~ledger.unpinned | (ledger.valid & ledger.has_hot[:, None])),
     )
     return (~jnp.stack(holds)).astype(jnp.int32)
 

@@ -270,7 +270,7 @@ def audit(engine: Engine) -> list[str]:
     ledger = loop.runner.state.ledger
     parking = loop.runner.parking
     tables, found = ledger.tables, []
-    gpu = [tables.base, tables.resident, ledger.hot]
+    gpu = [tables.base, np.where(np.asarray(ledger.unpinned), 0, np.asarray(tables.resident)), ledger.hot]
     host = [ledger.host_table, *([parking.ledger.host_table] if parking else [])]
     pools = [("GPU", tables.pool, gpu, ledger.gpu_lease), ("host", ledger.host, host, ledger.host_lease)]
     if parking:

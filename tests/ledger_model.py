@@ -1,6 +1,7 @@
 """A plain-Python account of the two tiers, written from the rules with loops and lists, and a recount of a real ledger.
 
-The model knows no block ids: it counts what each request, page and transfer holds. `recount` looks at the ids.
+The model knows no block ids: it counts what each request, page and transfer holds. `recount` looks at the ids. Nor does it know
+which free block is next, so it is told when an un-pinned page was lost (`reuse`).
 """
 
 import collections
@@ -31,6 +32,7 @@ class Page:
     in_host_table: bool = True
     grown: bool = False
     in_gpu_table: bool = False
+    unpinned: bool = False
     valid: bool = False
     promised: bool = False
     written: bool = False
@@ -41,6 +43,10 @@ class Page:
     @property
     def copied(self) -> bool:
         return not self.gpu_lease if self.transfer else self.valid
+
+    @property
+    def pinned(self) -> bool:
+        return self.in_gpu_table and not self.unpinned
 
 
 @dataclasses.dataclass
@@ -59,7 +65,7 @@ class Request:
         return not self.hot and any(page.promised for page in self.pages)
 
     def candidates(self) -> list[Page]:
-        return [p for p in self.pages[: max(self.num_pages - 2, 0)] if p.in_gpu_table and not p.promised]
+        return [p for p in self.pages[: max(self.num_pages - 2, 0)] if p.pinned and not p.promised]
 
 
 def _different(things: list) -> int:
@@ -99,7 +105,7 @@ class TierModel:
     def gpu_free(self) -> int:
         fixed = self.base * _different([page.base for _, _, page in self.pages() if page.grown])
         fixed += sum(self.hot_cost * r.hot for _, r in self.requests())
-        return self.usable - fixed - self.groups * sum(bool(p.in_gpu_table or p.gpu_lease) for p in self.all_pages())
+        return self.usable - fixed - self.groups * sum(bool(p.pinned or p.gpu_lease) for p in self.all_pages())
 
     def host_free(self) -> int:
         return self.host_usable - _different([p.home for p in self.all_pages() if p.in_host_table or p.host_lease])
@@ -156,7 +162,7 @@ class TierModel:
         if not 0 <= slot < len(self.slots) or not (request := self.slots[slot]):
             return Status.REFUSED
         for page in request.pages:
-            page.in_host_table = page.in_gpu_table = False
+            page.in_host_table = page.in_gpu_table = page.unpinned = False
             if page.host_lease:
                 self.orphans.append(page)
         self.slots[slot] = None
@@ -177,7 +183,7 @@ class TierModel:
         kept = []
         for i, page in enumerate(request.pages):
             kept.append(Page(home=page.home, valid=i < num_full or (page.valid and i < num_pages), written=i < num_pages))
-            page.in_host_table = page.in_gpu_table = False
+            page.in_host_table = page.in_gpu_table = page.unpinned = False
             if page.host_lease:
                 self.orphans.append(page)
         self.places[place], self.slots[slot] = Request(kept, lost=self.lost[slot]), None
@@ -279,7 +285,7 @@ class TierModel:
         reclaimable = [p for _, r in self.requests() for p in r.candidates()]
         plan = []
         for slot, index, page in self.pages():
-            legal = pages[slot][index] and page.in_gpu_table and not page.transfer and not page.promised
+            legal = pages[slot][index] and page.pinned and not page.transfer and not page.promised
             legal = legal and not any(o.host_lease and o.home is page.home for o in self.orphans) and not self._shared(page)
             legal = legal and (_among(page, reclaimable) if release_after else not page.valid)
             if legal and len(plan) < budget:
@@ -338,6 +344,36 @@ class TierModel:
     def eager(self, requests: list[bool], budget: int) -> list[tuple[int, int, int]]:
         return self._give_up([p for slot, r in self.requests() if requests[slot] for p in r.candidates()], budget)
 
+    def unpin(self, needed: int, watermark: int, window: int):
+        low = self.gpu_free() - needed < watermark
+        for _, request in self.requests():
+            clean = [p for p in request.candidates() if p.valid and not p.transfer]
+            if not request.hot and not request.switching and len(clean) * self.groups > self.hot_cost:
+                request.hot = low or sum(p.pinned for p in request.pages) >= window
+            for page in clean if request.hot else []:
+                page.unpinned = True
+
+    def copies_to_unpin(self, needed: int, watermark: int, window: int, budget: int) -> list[tuple[int, int, int]]:
+        low, takers = self.gpu_free() - needed < watermark, []
+        for _, request in self.requests():
+            pays = not request.switching and len(request.candidates()) * self.groups > self.hot_cost
+            if request.hot or (pays and (low or sum(p.pinned for p in request.pages) >= window)):
+                takers += request.candidates()
+        wanted = [
+            [bool(r and i < len(r.pages) and _among(r.pages[i], takers)) for i in range(self.max_pages)] for r in self.slots
+        ]
+        return self.spill(wanted, release_after=False, budget=budget)
+
+    def take_back(self, pages: list[list[bool]]):
+        for slot, index, page in self.pages():
+            page.unpinned = page.unpinned and not pages[slot][index]
+
+    def reuse(self, slot: int, page: Page):
+        """A block of an un-pinned page was handed out."""
+        assert page.unpinned
+        page.in_gpu_table = page.unpinned = False
+        self.lost[slot] += 1
+
     def _give_up(self, chosen: list[Page], budget: int) -> list[tuple[int, int, int]]:
         plan = []
         for slot, index, page in self.pages():
@@ -383,19 +419,23 @@ def recount(ledger: Ledger, leases: dict[int, tuple[int, tuple[int, ...]]], park
     """Asserts that tables, places, leases, free queues and the null block partition the pools.
 
     A block has a reference for each table entry, place and lease; only a page of a cached prefix stands in several tables, as the
-    same page of each. `leases`: id -> (host, sources).
+    same page of each. An un-pinned page holds none of its blocks, which are free; nobody else names them.
+    `leases`: id -> (host, sources).
     """
     tables = ledger.tables
+    resident, unpinned = np.asarray(tables.resident), np.asarray(ledger.unpinned)
+    kept = resident[:, unpinned].ravel()
+    assert (kept != NULL_BLOCK).all() and not np.asarray(tables.pool.references)[kept].any(), "an un-pinned page is not free"
+    assert (np.asarray(ledger.valid) & np.asarray(ledger.has_hot)[:, None])[unpinned].all(), "un-pinned without a home"
     hosts = [ledger.host_table] if parking is None else [ledger.host_table, parking.host_table]
-    once = [tables.resident, ledger.hot]
     for shared in (tables.base, np.concatenate(hosts), *([] if parking is None else [parking.base])):
         by_page = np.asarray(shared).reshape(-1, np.asarray(shared).shape[-1])
         assert parking is not None or len(by_page[by_page > 0]) == len(set(by_page[by_page > 0].tolist()))
         pages = [set(column[column != NULL_BLOCK].tolist()) for column in by_page.T]
         assert sum(map(len, pages)) == len(set().union(*pages)), "a block stands for two pages"
-    c4 = _entries(*once)
+    c4 = _entries(tables.resident, ledger.hot)
     assert len(set(c4[c4 != NULL_BLOCK].tolist())) == (c4 != NULL_BLOCK).sum(), "a C4 block stands in two places"
-    gpu_entries = _entries(tables.base, tables.resident, ledger.hot)
+    gpu_entries = _entries(tables.base, np.where(unpinned, NULL_BLOCK, resident), ledger.hot)
     gpu_leased = {b: i for i, (_, s) in leases.items() for b in s}
     host_leased = {h: i for i, (h, _) in leases.items() if h}
     pools = [(tables.pool, gpu_entries, ledger.gpu_lease, gpu_leased)]

@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from ledger_model import QUICK, Page, TierModel, recount
 
-from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill
+from hisparse_jax import coordinator, parking_ledger, prefix_ledger, reclaim, spill, unpin
 from hisparse_jax.status import NULL_BLOCK, Status
 
 SIZES = dict(num_blocks=29, num_host_blocks=15, num_base=1, num_resident=2, hot_pages=2, batch=3, max_pages=8)
@@ -33,6 +33,8 @@ plan_spill = {flag: once(spill.plan_spill, release_after=flag, max_pages=BUDGET)
 commit_enqueued, commit_completed = once(spill.commit_enqueued), once(spill.commit_completed)
 reclaim_ = once(reclaim.reclaim, max_pages=BUDGET)
 release_history = once(reclaim.release_history, max_pages=BUDGET)
+unpin_clean, take_back = once(unpin.unpin_clean), once(unpin.take_back)
+plan_copies = once(unpin.plan_copies, max_pages=BUDGET)
 park, unpark, drop = once(parking_ledger.park), once(parking_ledger.unpark), once(parking_ledger.drop)
 record = once(parking_ledger.record)
 publish, adopt = once(prefix_ledger.publish), once(prefix_ledger.adopt)
@@ -40,6 +42,8 @@ publish, adopt = once(prefix_ledger.publish), once(prefix_ledger.adopt)
 slots = st.integers(0, BATCH - 1) | st.sampled_from((-1, BATCH, 2**31 - 1))
 places = st.integers(0, PLACES - 1) | st.sampled_from((-1, PLACES, 2**31 - 1))
 counts = st.integers(0, NEW) | st.sampled_from((-1, NEW + 1, 2**31 - 1))
+some_pages = st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH)
+needed, watermark, window = st.integers(0, 12), st.integers(0, 29), st.integers(3, PAGES + 1)
 
 
 def per_request(values):
@@ -57,6 +61,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.parking = parking_ledger.init_parking_ledger(PARKED + 1, PLACES, PAGES)
         self.model = TierModel(**SIZES, places=PLACES, parking_blocks=PARKED)
         self.plans, self.leases = [], {}
+        self.resident = np.asarray(self.ledger.tables.resident)
 
     @initialize(num_pages=per_request(st.integers(3, 6)))
     def start(self, num_pages):
@@ -98,11 +103,11 @@ class LedgerMachine(RuleBasedStateMachine):
     def seal_all(self):
         self.seal([PAGES] * BATCH)
 
-    @rule(pages=st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH))
+    @rule(pages=some_pages)
     def back_up(self, pages):
         self._spill(pages, release_after=False)
 
-    @rule(pages=st.lists(st.lists(st.booleans(), min_size=PAGES, max_size=PAGES), min_size=BATCH, max_size=BATCH))
+    @rule(pages=some_pages)
     def spill(self, pages):
         self._spill(pages, release_after=True)
 
@@ -119,6 +124,30 @@ class LedgerMachine(RuleBasedStateMachine):
     def release_history(self, requests):
         self.ledger, plan = release_history(self.ledger, jnp.asarray(requests))
         self._planned(plan, self.model.eager(requests, BUDGET))
+
+    @rule(needed=needed, watermark=watermark, window=window)
+    def unpin(self, needed, watermark, window):
+        self.ledger = unpin_clean(self.ledger, i32(needed), i32(watermark), i32(window))
+        self.model.unpin(needed, watermark, window)
+
+    @rule(needed=needed, watermark=watermark, window=window)
+    def copy_to_unpin(self, needed, watermark, window):
+        self.ledger, plan = plan_copies(self.ledger, i32(needed), i32(watermark), i32(window))
+        self._planned(plan, self.model.copies_to_unpin(needed, watermark, window, BUDGET))
+
+    @precondition(lambda self: any(self.model.slots))
+    @rule()
+    def unpin_and_grow(self):
+        """What is free is written to soon, so un-pinned pages go."""
+        self.seal_all()
+        self.unpin(0, SIZES["num_blocks"], PAGES + 1)
+        self.agrees()
+        self.grow_all()
+
+    @rule(pages=some_pages)
+    def take_back(self, pages):
+        self.ledger = take_back(self.ledger, jnp.asarray(pages))
+        self.model.take_back(pages)
 
     def _planned(self, plan, expected):
         count = int(plan.count)
@@ -231,11 +260,13 @@ class LedgerMachine(RuleBasedStateMachine):
     def round_trip(self, ahead, partial, crowded):
         """The largest request leaves and comes back, while others want its blocks or after all of them ended."""
         self.park_largest(ahead, partial)
+        self.agrees()
         if crowded:
             self.grow_all()
         else:
             for slot in range(BATCH):
                 self.finish(slot)
+        self.agrees()
         if any(r and not r.cached for r in self.model.places) and not all(self.model.slots):
             self.unpark_any()
         self.agrees()
@@ -345,10 +376,12 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def agrees(self):
         ledger, model = self.ledger, self.model
+        self._lose_what_was_handed_out()
         resident = np.asarray(ledger.tables.resident) != NULL_BLOCK
         shape = (BATCH, PAGES)
         expected = {
-            name: np.zeros(shape, int) for name in ("grown", "in_gpu_table", "in_host_table", "valid", "promised", "transfer")
+            name: np.zeros(shape, int)
+            for name in ("grown", "in_gpu_table", "unpinned", "in_host_table", "valid", "promised", "transfer")
         }
         for b, request in enumerate(model.slots):
             for p, page in enumerate(request.pages if request else []):
@@ -359,6 +392,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert (np.asarray(ledger.tables.num_pages) == expected["grown"].sum(1)).all()
         assert ((np.asarray(ledger.host_table) != NULL_BLOCK) == expected["in_host_table"]).all()
         assert (np.asarray(ledger.valid) == expected["valid"]).all()
+        assert (np.asarray(ledger.unpinned) == expected["unpinned"]).all()
         assert (np.asarray(ledger.release_after) == expected["promised"]).all()
         assert (np.asarray(ledger.transfer) == expected["transfer"]).all()
         hot = np.asarray(ledger.hot) != NULL_BLOCK
@@ -380,6 +414,18 @@ class LedgerMachine(RuleBasedStateMachine):
             if request and not resident[0, b, : request.num_pages].all():
                 assert request.hot, "no page is lost before the hot region is owned"
                 assert resident[:, b, max(request.num_pages - 2, 0) : request.num_pages].all(), "the last two pages stay"
+
+    def _lose_what_was_handed_out(self):
+        """An un-pinned page is lost in all groups when a block of it has a new holder, and stands as it stood otherwise."""
+        before, after = self.resident, np.asarray(self.ledger.tables.resident)
+        references = np.asarray(self.ledger.tables.pool.references)
+        for slot, index, page in self.model.pages():
+            if page.unpinned:
+                lost = references[before[:, slot, index]].any()
+                assert (after[:, slot, index] == (NULL_BLOCK if lost else before[:, slot, index])).all()
+                if lost:
+                    self.model.reuse(slot, page)
+        self.resident = after
 
     def teardown(self):
         for entry in list(self.plans):
