@@ -5,6 +5,8 @@ step, resolves the selected entries and swaps the missing rows in. `StagedEntrie
 compact buffer and leaves hot maps alone: a chunk selects more rows than a hot region holds.
 """
 
+from typing import Self
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -15,6 +17,7 @@ from hisparse_jax.config import C4
 from hisparse_jax.entries import EntryCache, Selection, rows_of
 from hisparse_jax.hot_map import HotMap
 from hisparse_jax.layout import CacheLayout
+from hisparse_jax.model.numerics import border
 from hisparse_jax.model.span import Span
 from hisparse_jax.resolve import Resolved, resolve_topk
 
@@ -90,7 +93,10 @@ class TieredEntries(HostEntries):
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, index = layout.resident_place(layer), layout.model.c4_layers.index(layer)
         cache, plan = self, selection.plan
-        if not isinstance(plan, Resolved):
+        followers = layout.model.followers_of(layer) if layout.cache.prefetch_followers else ()
+        if isinstance(plan, Resolved):
+            fetched = layout.cache.prefetch_followers
+        else:
             plan, hot_map = resolve_topk(
                 selection.indices,
                 span.num_entries(C4),
@@ -106,20 +112,32 @@ class TieredEntries(HostEntries):
             )
             maps = self.hot_maps[:index] + (hot_map,) + self.hot_maps[index + 1 :]
             cache = cache.replace(hot_maps=maps, homeless=self.homeless.at[span.slots].add(plan.num_homeless))
+            fetched = False
+        if not fetched:
+            cache = cache._swap_in(layer, plan, span, layout)
+        if self.counts is not None:
+            cache = cache.replace(counts=self.counts.at[index, span.slots].add(plan.counts))
+        rows = cache._read_c4(plan.rows, place, layout)
+        if followers:
+            rows, slab = border((rows, cache.slab))  # read before the copies, which the rest of this layer need not wait for
+            cache = cache.replace(slab=slab)
+            for follower in followers:
+                cache = cache._swap_in(follower, plan, span, layout)
+        return rows, cache, selection.replace(plan=plan)
+
+    def _swap_in(self, layer: int, plan: Resolved, span: Span, layout: CacheLayout) -> Self:
+        """Carries out the plan with the pool and the pages of `layer`."""
         slab = transfer.swap_in(
             self.slab,
             self._pool(layer, layout),
             plan,
             layout.entry,
             page_entries=layout.page_entries,
-            offset=place.offset,
+            offset=layout.resident_place(layer).offset,
             row_step=layout.row_step,
         )
         swapped = self.traffic.swapped_rows.at[span.slots].add(plan.num_misses)
-        cache = cache.replace(slab=slab, traffic=self.traffic.replace(swapped_rows=swapped))
-        if self.counts is not None:
-            cache = cache.replace(counts=self.counts.at[index, span.slots].add(plan.counts))
-        return cache._read_c4(plan.rows, place, layout), cache, selection.replace(plan=plan)
+        return self.replace(slab=slab, traffic=self.traffic.replace(swapped_rows=swapped))
 
 
 class StagedEntries(HostEntries):
