@@ -20,7 +20,7 @@ What rejected rows leave, and why nobody reads it:
 `CacheConfig` sees to it that a stretch reserves no more than a page, so that the page being written is one of the last two.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,7 @@ from hisparse_jax.sequences import Sequences, sample
 from hisparse_jax.steps import Stretch
 
 
+@runtime_checkable
 class DraftSource(Protocol):
     """Where drafts come from: a pytree, so that its arrays are operands of the jitted loop and its class is part of the trace."""
 
