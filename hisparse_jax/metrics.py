@@ -22,8 +22,11 @@ REQUEST_STATES = ("queued", "parked", "prefilling", "running")
 PAGE_STATES = ("dirty", "pending", "clean", "host_only", "parked")
 """dirty, pending, clean: on the GPU with a host copy that is not complete, under way, complete. The others: on the host alone."""
 
-EVENTS = ("submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "prefilled_tokens")
-"""restarted: computed anew from the prompt. resets: the whole cache was lost to a failed program and begun anew."""
+EVENTS = (
+    "submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "decoded_rows", "prefilled_tokens",
+)  # fmt: skip
+"""restarted: computed anew from the prompt. resets: the whole cache was lost to a failed program and begun anew.
+decoded_rows: rows computed in decode, those of rejected drafts too; each selects `index_topk` entries in a C4 layer."""
 
 MOVES = tuple(field.name for field in dataclasses.fields(Traffic))
 """Rows and pages moved between the tiers, all C4 layers together: `tiered.Traffic`. What parking and resuming moves is not in."""

@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 from hisparse_jax.capacity import min_gpu_blocks
+from hisparse_jax.drafts import Drafter
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.prompts import PromptError, check_prompt
 from hisparse_jax.requests import Handle, Request
@@ -46,6 +47,7 @@ class Ticket:
     """Host pages held."""
     produced: int = 0
     """Tokens sampled since the prompt was last begun."""
+    drafter: Drafter | None = None
     reserve_all: bool = False
     """It had to make way once: it comes back when its whole length fits."""
     traffic: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(4, np.int64))

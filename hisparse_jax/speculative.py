@@ -48,13 +48,15 @@ class DraftSource(Protocol):
 class Replay(struct.PyTreeNode):
     """Drafts of a continuation that is known, or was guessed outside, by position.
 
-    tokens: i32[B, P]   the token at each position; -1, and past the end: no draft.
+    tokens: i32[B, P]   the tokens at positions first .. first + P - 1; -1, and outside of them: no draft.
+    first: i32[B]       `length + 1` where they are guesses of what follows the request's next token.
     """
 
     tokens: Int32[Array, "B P"]
+    first: Int32[Array, " B"]
 
     def propose(self, sequences: Sequences, num_drafts: int) -> Int32[Array, "B D"]:
-        at = sequences.length[:, None] + 1 + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
+        at = (sequences.length + 1 - self.first)[:, None] + jnp.arange(num_drafts, dtype=jnp.int32)[None, :]
         slots = jnp.arange(at.shape[0], dtype=jnp.int32)[:, None]
         return self.tokens.at[slots, at].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
 

@@ -11,7 +11,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from h200 import assert_in_place, compile_for_h200, spec
+from h200 import assert_in_place, compile_for_h200, spec, specs_like
 
 from hisparse_jax import decode
 from hisparse_jax.config import CacheConfig, preset
@@ -42,11 +42,11 @@ def check(compress_ratios: tuple[int, ...], leaders: tuple[int, ...] | None = No
 
     def call(model, state, num_steps, drafts):
         if cache.draft_rows:
-            return inspect.unwrap(decode.verify_steps)(model, state, Replay(drafts), num_steps, layout=layout, max_steps=64)
+            return inspect.unwrap(decode.verify_steps)(model, state, drafts, num_steps, layout=layout, max_steps=64)
         return inspect.unwrap(decode.decode_steps)(model, state, num_steps, layout=layout, max_steps=64)
 
-    drafts = spec((cache.max_requests, cache.max_model_len), jnp.int32)
-    compiled = compile_for_h200(call, model, state, spec((), jnp.int32), drafts, donate=1, triton=True)
+    guesses = jax.eval_shape(lambda: Replay(jnp.zeros((64, 64 * cache.query_rows), jnp.int32), jnp.zeros(64, jnp.int32)))
+    compiled = compile_for_h200(call, model, state, spec((), jnp.int32), specs_like(guesses), donate=1, triton=True)
     print(options, compiled.stats)
     assert_in_place(compiled, state.slab, *state.pools)
     assert compiled.stats.temp_size_in_bytes < DEVICE_TEMP, f"device temp {compiled.stats.temp_size_in_bytes / 2**30:.2f} GiB"
