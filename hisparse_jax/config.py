@@ -329,7 +329,7 @@ class CacheConfig:
             raise ConfigError(
                 f"num_hot_slots={slots} holds {slots}, one transaction needs {need}; raise num_hot_slots to {need}."
             )
-        if need > MAX_REFERENCES:
+        if self.draft_rows and need > MAX_REFERENCES:
             raise ConfigError(
                 f"draft_rows={self.draft_rows} makes transactions of {need} references ({self.query_rows} rows of "
                 f"{model.index_topk}), the kernels take {MAX_REFERENCES}; lower draft_rows below "

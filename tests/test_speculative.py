@@ -16,6 +16,7 @@ from test_equality import check_bytes, finish_all
 from hisparse_jax import decode
 from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.generation import resident_layout
+from hisparse_jax.groups import LayoutError
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.sequences import init_sequences
@@ -26,7 +27,7 @@ from hisparse_jax.steps import traces
 CONFIG = dataclasses.replace(TINY, num_hidden_layers=4, compress_ratios=(4, 4, 128, 4), index_leaders=(0, 3))
 """The second layer follows the first, in one resident group; the last one leads itself."""
 
-STEPS, CALL = 100, 16
+STEPS, CALL = 100, 8
 """Tokens after each prompt's own, enough for a page more; steps of a call."""
 
 ONE, TWO = text(1_270, vocab=128), text(1_101, vocab=128)
@@ -35,7 +36,7 @@ NO_DRAFTS = np.full((4, 2_048), -1, np.int32)
 
 
 def layout_of(config=CONFIG, **options) -> CacheLayout:
-    options = dict(rows="f32", draft_rows=3, num_hot_slots=64, prefetch_followers=True, backup="write_through") | options
+    options = dict(rows="f32", draft_rows=3, num_hot_slots=64, prefetch_followers=config is CONFIG) | options
     return tight_layout(
         config, (6, 5), slack=2, max_model_len=2_048, max_requests=4, chunk_tokens=64, reclaim="eager", stretch_steps=16,
         **options,
@@ -250,6 +251,8 @@ def test_the_plan_knows_the_draft_rows():
     ):
         with pytest.raises(ConfigError, match=words):
             cache(**options).hot_slots(flash)
+    with pytest.raises(LayoutError, match="prefetch_followers has no effect"):
+        plan_layout(flash, cache(prefetch_followers=True))
 
 
 def test_a_source_of_another_width_is_refused():
@@ -279,7 +282,7 @@ V4_LIKE = dataclasses.replace(TINY, num_hidden_layers=5, compress_ratios=(4, 4, 
     [
         dict(draft_rows=1, num_hot_slots=32, rule="base"),
         dict(draft_rows=7, num_hot_slots=128),
-        dict(backup="spill", prefetch_followers=False),
+        dict(backup="spill"),
         dict(rows="bf16"),
     ],
     ids=lambda options: "-".join(f"{k}={v}" for k, v in options.items()),
@@ -292,7 +295,7 @@ def test_any_drafts_with_a_leader_per_layer(options):
 @pytest.mark.slow
 def test_decode_may_run_in_between():
     """Steps of one row and of four on one cache: tiered equals resident, bit for bit, after each."""
-    layout = layout_of(backup="write_through")
+    layout = layout_of()
     drafts = corrupted(right_drafts(layout), 0.3, seed=5)
     found = []
     for twin, plan in (("tiered", layout), ("resident", resident_layout(layout))):
