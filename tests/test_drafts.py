@@ -49,7 +49,12 @@ def test_drafts_without_room_for_them_are_refused():
     layout = plan(0)
     with pytest.raises(ValueError, match="layout without draft rows"):
         take_steps(None, build(TINY, "f32"), None, 1, no_drafts(layout, 4), layout=layout)
-    with Engine(build(TINY, "f32"), layout, SETTINGS, threaded=False) as engine:
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("engine")
+def test_a_drafter_without_room_for_drafts_is_refused():
+    with Engine(build(TINY, "f32"), plan(0), SETTINGS, threaded=False) as engine:
         with pytest.raises(PromptError, match="a drafter has no effect"):
             engine.submit(SHORT, 4, drafter=prompt_lookup)
 

@@ -24,6 +24,8 @@ from hisparse_jax.speculative import Replay, accept
 from hisparse_jax.status import Status
 from hisparse_jax.steps import traces
 
+pytestmark = pytest.mark.xdist_group("speculative")
+
 CONFIG = dataclasses.replace(TINY, num_hidden_layers=4, compress_ratios=(4, 4, 128, 4), index_leaders=(0, 3))
 """The second layer follows the first, in one resident group; the last one leads itself."""
 
