@@ -189,6 +189,7 @@ def test_a_stop_token_ends_a_request_in_the_middle_of_accepted_drafts():
     finish_all(run.state, layout, [job.slot for job in JOBS])
 
 
+@pytest.mark.slow
 def test_a9_followers_rows_may_come_early_or_in_their_turn():
     """The same logits, counts, maps and bytes with the followers' copies behind the leader's plan, and when their turn comes."""
     early, late = layout_of(), layout_of(prefetch_followers=False)
