@@ -9,6 +9,8 @@ import json
 import pathlib
 from typing import Any
 
+from pallas_kernels.resolve_topk import MAX_REFERENCES
+
 SWA, C4, C128 = 0, 4, 128
 """Compress ratios: sliding window only, top-k of 4-token entries, all 128-token entries."""
 
@@ -110,6 +112,10 @@ class ModelConfig:
     @property
     def c128_layers(self) -> tuple[int, ...]:
         return self.layers_of(C128)
+
+    def followers_of(self, layer: int) -> tuple[int, ...]:
+        """The C4 layers that use the top-k indices and plan of `layer`, ascending; none where it does not lead."""
+        return tuple(i for i in self.c4_layers if i != layer and self.leader_of(i) == layer)
 
     def leader_of(self, layer: int) -> int:
         """The C4 layer whose top-k indices and plan `layer` uses; itself where it leads."""
@@ -261,8 +267,10 @@ class CacheConfig:
     """unpin: tokens on the GPU from which on a request takes its hot region, however many blocks are free; None: no limit."""
     tail_pages: int = 2
     """Last pages of a request that never leave the GPU: decode writes there."""
-    query_rows: int = 1
-    """Query rows of one request in one step (1 + drafts): one replacement transaction."""
+    prefetch_followers: bool = False
+    """Layers that follow another's plan get their rows as soon as it is made, not when their turn comes (`index_leaders`)."""
+    draft_rows: int = 0
+    """Most draft tokens that one step verifies for a request (`decode.verify_steps`): 0, 1, 3, 7, ..."""
     chunk_tokens: int = 256
     """Tokens of one compiled prefill chunk: a power of two, at least 2."""
     stretch_steps: int = 64
@@ -282,9 +290,13 @@ class CacheConfig:
             value = getattr(self, name)
             if value < 2 or value & (value - 1):
                 raise ConfigError(f"{name}={value} must be a power of two and at least 2: compiled shapes stay bit-stable then.")
-        for name in ("max_model_len", "query_rows"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} must be at least 1.")
+        if self.max_model_len < 1:
+            raise ConfigError(f"max_model_len={self.max_model_len} must be at least 1.")
+        if self.draft_rows < 0 or self.query_rows & self.draft_rows:
+            raise ConfigError(
+                f"draft_rows={self.draft_rows} makes {self.query_rows} query rows, which must be a power of two: compiled shapes "
+                "stay bit-stable then. Take 0, 1, 3 or 7 and propose fewer drafts where there are fewer."
+            )
         for name in ("gpu_pool_bytes", "host_pool_bytes", "gpu_blocks", "host_blocks", "parked_pages", "cached_pages"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -308,10 +320,21 @@ class CacheConfig:
             raise ConfigError(
                 f"stretch_steps={self.stretch_steps} must lie in 1..64: a stretch grows a request by at most one page."
             )
+        if (most := C4 * self.page_entries // self.query_rows) < self.stretch_steps:
+            raise ConfigError(
+                f"stretch_steps={self.stretch_steps} steps of {self.query_rows} rows may fill more than a page of "
+                f"{C4 * self.page_entries} tokens, and the page being written must be one of a request's last two; lower "
+                f"stretch_steps to {most}."
+            )
 
     @property
     def index_format(self) -> str:
         return self.index_keys or self.rows
+
+    @property
+    def query_rows(self) -> int:
+        """Rows of one request that a step computes, resolved as one transaction: its next token and the drafts after it."""
+        return 1 + self.draft_rows
 
     @property
     def chunk_pages(self) -> int:
@@ -325,6 +348,12 @@ class CacheConfig:
         if slots < need:
             raise ConfigError(
                 f"num_hot_slots={slots} holds {slots}, one transaction needs {need}; raise num_hot_slots to {need}."
+            )
+        if self.draft_rows and need > MAX_REFERENCES:
+            raise ConfigError(
+                f"draft_rows={self.draft_rows} makes transactions of {need} references ({self.query_rows} rows of "
+                f"{model.index_topk}), the kernels take {MAX_REFERENCES}; lower draft_rows below "
+                f"{MAX_REFERENCES // model.index_topk}."
             )
         if slots > MAX_HOT_SLOTS:
             raise ConfigError(f"num_hot_slots={slots} exceeds {MAX_HOT_SLOTS}: slot numbers are int16; lower num_hot_slots.")

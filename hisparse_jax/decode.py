@@ -6,7 +6,7 @@ computes, and joins; those pages are leased meanwhile, so nothing writes or give
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from hisparse_jax.prompts import (
     start_running,
 )
 from hisparse_jax.room import PageIds, commit_copies, copy_c4_pages, make_room, new_pages_for
+from hisparse_jax.speculative import DraftSource, VerifyOutput, init_verify_output, verify_stretch
 from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState, init_state
 from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
@@ -36,6 +37,7 @@ from hisparse_jax.tiered import StagedEntries, TieredEntries
 
 __all__ = [
     "admit", "check_prompt", "decode_steps", "end_prefill", "finish", "flush_backup", "init_state", "prefill", "prefill_step",
+    "verify_steps",
 ]  # fmt: skip
 
 
@@ -265,36 +267,65 @@ def decode_steps(
     traces["decode.decode_steps"] += 1
     output = init_output(layout, max_steps, logits=return_logits, indices=return_indices, counts=metrics)
 
-    def stretch(state: TieredState, output: DecodeOutput, part: Stretch):
-        state, granted, status = make_room(state, new_pages_for(state, part.target, layout), layout, max_new_pages=1)
-        ledger = state.ledger
-        cache = TieredEntries(
-            slab=state.slab,
-            base=ledger.tables.base,
-            resident=ledger.tables.resident,
-            pools=state.pools,
-            host=ledger.host_table,
-            traffic=state.traffic,
-            hot=ledger.hot,
-            hot_maps=state.hot_maps,
-            counts=output.counts,
-            homeless=state.homeless,
-        )
-        sequences, layers, cache, output = decode_stretch(
-            model, state.sequences, state.layers, cache, output, granted, part, layout
-        )
-        state = state.replace(
-            sequences=sequences,
-            layers=layers,
-            slab=cache.slab,
-            pools=cache.pools,
-            hot_maps=cache.hot_maps,
-            traffic=cache.traffic,
-            homeless=cache.homeless,
-        )
-        return state, output.replace(counts=cache.counts), status
-
+    stretch = functools.partial(_run_stretch, functools.partial(decode_stretch, model), layout)
     return run_stretches(stretch, state, output, num_steps, forced, layout)
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=("layout", "max_steps", "return_logits", "return_indices", "metrics"),
+    donate_argnames="state",
+)
+def verify_steps(
+    model: DeepseekV4,
+    state: TieredState,
+    source: DraftSource,
+    num_steps: Int32[Array, ""],
+    *,
+    layout: CacheLayout,
+    max_steps: int,
+    return_logits: bool = False,
+    return_indices: bool = False,
+    metrics: bool = True,
+) -> tuple[TieredState, VerifyOutput, Int32[Array, " B"]]:
+    """Runs `num_steps <= max_steps` steps in one dispatch, each of which verifies up to `draft_rows` drafts of every request.
+
+    A step gives a request 1 to `1 + draft_rows` tokens: those that one-by-one decode gives, whatever `source` proposes. State
+    and status as of `decode_steps`, which may be called in between.
+    """
+    traces["decode.verify_steps"] += 1
+    output = init_verify_output(layout, max_steps, logits=return_logits, indices=return_indices, counts=metrics)
+    stretch = functools.partial(_run_stretch, functools.partial(verify_stretch, model, source), layout)
+    return run_stretches(stretch, state, output, num_steps, None, layout, step_tokens=layout.cache.query_rows)
+
+
+def _run_stretch(compute: Callable, layout: CacheLayout, state: TieredState, output, part: Stretch):
+    """Makes room for a stretch, then `compute`s its steps on the tiers: `(state, output, status)`."""
+    state, granted, status = make_room(state, new_pages_for(state, part.target, layout), layout, max_new_pages=1)
+    ledger = state.ledger
+    cache = TieredEntries(
+        slab=state.slab,
+        base=ledger.tables.base,
+        resident=ledger.tables.resident,
+        pools=state.pools,
+        host=ledger.host_table,
+        traffic=state.traffic,
+        hot=ledger.hot,
+        hot_maps=state.hot_maps,
+        counts=output.counts,
+        homeless=state.homeless,
+    )
+    sequences, layers, cache, output = compute(state.sequences, state.layers, cache, output, granted, part, layout)
+    state = state.replace(
+        sequences=sequences,
+        layers=layers,
+        slab=cache.slab,
+        pools=cache.pools,
+        hot_maps=cache.hot_maps,
+        traffic=cache.traffic,
+        homeless=cache.homeless,
+    )
+    return state, output.replace(counts=cache.counts), status
 
 
 @functools.partial(jax.jit, donate_argnames="state")

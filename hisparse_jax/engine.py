@@ -20,10 +20,12 @@ from concurrent.futures import Future
 import numpy as np
 
 from hisparse_jax import saving
+from hisparse_jax.drafts import Drafter
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.loop import ServingLoop
 from hisparse_jax.metrics import Snapshot
 from hisparse_jax.model.blocks import DeepseekV4
+from hisparse_jax.prompts import PromptError
 from hisparse_jax.requests import Completion, End, EngineBusyError, EngineClosedError, EngineError, Handle, Request
 from hisparse_jax.runner import Runner
 from hisparse_jax.scheduler import Scheduler, Ticket
@@ -69,7 +71,10 @@ class Engine:
         caching = settings.prefix_caching is not False
         runner = Runner(model, layout, call_steps=settings.call_steps, keep_logits=settings.keep_logits)
         self._scheduler = Scheduler(
-            layout, growth_reserve=settings.growth_reserve, patience=settings.patience, ahead=settings.call_steps
+            layout,
+            growth_reserve=settings.growth_reserve,
+            patience=settings.patience,
+            ahead=settings.call_steps * layout.cache.query_rows,
         )
         self._loop = ServingLoop(layout, runner, self._scheduler, cached_prefixes=cached if caching else 0)
         self._wake = threading.Condition()
@@ -108,17 +113,23 @@ class Engine:
         stop_token: int = -1,
         tenant: bytes | str = b"",
         on_token: Callable[[int], None] | None = None,
+        drafter: Drafter | None = None,
     ) -> Handle:
         """Takes a request, from any thread; it waits for its turn and for room.
 
         Requests of one `tenant` share the cached prefixes of their prompts, those of two never do.
-        `on_token` is called in the engine's thread and must not block; where it raises, the request fails. Raises
-        `PromptError` for bad input and for what could never fit, `EngineBusyError`, `EngineClosedError`.
+        `on_token` is called in the engine's thread and must not block; where it raises, the request fails. So is `drafter`
+        (`drafts.prompt_lookup`, say), which guesses what comes next: guesses that are right save steps, in a layout with
+        `draft_rows`. Raises `PromptError` for bad input and for what could never fit, `EngineBusyError`, `EngineClosedError`.
         """
         tokens = prompt.tolist() if isinstance(prompt, np.ndarray) else prompt
         salt = tenant.encode() if isinstance(tenant, str) else tenant
         request = Request(tuple(tokens), max_new_tokens, temperature, seed, stop_token, salt)
         self._scheduler.check(request)
+        if drafter is not None and not self.layout.cache.draft_rows:
+            raise PromptError(
+                "a drafter has no effect in a layout with draft_rows=0; plan it with draft_rows=3, or leave it out."
+            )
         with self._wake:
             if self._closing or self._error is not None:
                 raise EngineClosedError("the engine is shut down and takes no more requests.") from self._error
@@ -128,7 +139,7 @@ class Engine:
             handle = Handle(self._next_number, request, self._cancel, on_token)
             self._next_number += 1
             counts = np.zeros((len(self.layout.model.c4_layers), len(COUNT_NAMES)), np.int64)
-            self._inbox.append(Ticket(handle, counts, submitted_at=time.monotonic()))
+            self._inbox.append(Ticket(handle, counts, submitted_at=time.monotonic(), drafter=drafter))
             self._wake.notify_all()
         return handle
 

@@ -1,7 +1,8 @@
 """What a layer keeps of every running request outside the slab: window latents and compressor rings, one dense slot each.
 
-Windows are rows of the entry format, position p at `p mod sliding_window`. Rings hold raw compressor projections, position p
-at `p mod rows`. Neither is cleared between requests: reads are masked by position, so an earlier request cannot be seen.
+Windows are rows of the entry format, rings hold raw compressor projections; of `W` rows, position p stands at `p mod W`. Both
+have a row for each draft beyond what reads reach back: rejected drafts then overwrote nothing that is needed again. Neither is
+cleared between requests: reads are masked by position, so an earlier request cannot be seen.
 """
 
 import jax.numpy as jnp
@@ -28,14 +29,14 @@ class LayerState(struct.PyTreeNode):
 
 def init_layer_states(layout: CacheLayout) -> tuple[LayerState, ...]:
     """Zeroed state of every layer of the model, in order."""
-    model, batch = layout.model, layout.cache.max_requests
+    model, batch, drafts = layout.model, layout.cache.max_requests, layout.cache.draft_rows
 
     def ring(ratio: int, width: int):
-        return jnp.zeros((batch, ring_rows(ratio), ring_width(ratio, width)), jnp.float32)
+        return jnp.zeros((batch, ring_rows(ratio) + drafts, ring_width(ratio, width)), jnp.float32)
 
     return tuple(
         LayerState(
-            window=jnp.zeros((batch, model.sliding_window, layout.entry.row_bytes), jnp.uint8),
+            window=jnp.zeros((batch, model.sliding_window + drafts, layout.entry.row_bytes), jnp.uint8),
             ring=None if ratio == SWA else ring(ratio, model.head_dim),
             index_ring=ring(ratio, model.index_head_dim) if ratio == C4 and model.leader_of(layer) == layer else None,
         )

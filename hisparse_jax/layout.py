@@ -193,6 +193,10 @@ def plan_layout(model: ModelConfig, cache: CacheConfig, *, tiered: bool = True) 
             f"max_model_len={cache.max_model_len} exceeds the model's max_position_embeddings={model.max_position_embeddings}; "
             "lower max_model_len."
         )
+    if cache.prefetch_followers and not any(model.followers_of(layer) for layer in model.c4_layers):
+        raise LayoutError(
+            "prefetch_followers has no effect on this model: each of its C4 layers leads; leave it out, or name index_leaders."
+        )
     pages = specs.source[0][1].num_blocks(cache.max_model_len)
     num_hot_slots = cache.hot_slots(model)
     hot_pages = cdiv(num_hot_slots, cache.page_entries)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hisparse_jax.drafts import no_drafts
 from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.metrics import Meter, Snapshot
@@ -125,14 +126,16 @@ class ServingLoop:
 
     def _decode(self) -> None:
         """One call for all that run."""
+        drafts = self._drafts() if self.layout.cache.draft_rows else None
         running = self._running()
         if not running:
             return
         left = max(t.request.limit - t.length for t in running)
         count = min(self.runner.call_steps, left)
         try:
-            self.prefixes.make_host_room(sum(self._pages_ahead(t, count) for t in running))
-            steps = self.runner.decode(count)
+            ahead = count * self.layout.cache.query_rows
+            self.prefixes.make_host_room(sum(self._pages_ahead(t, ahead) for t in running))
+            steps = self.runner.decode(count, drafts)
             now = self.runner.look()
         except Exception as error:
             self._strikes += 1
@@ -141,6 +144,7 @@ class ServingLoop:
             self._strikes = 0 if out else self._strikes
             return
         self._strikes = 0
+        assert steps.counts is not None
         self.meter.counts += steps.counts.sum(axis=1)
         for ticket in running:
             if ticket.phase is not Phase.RUNNING:  # begun anew since: one before it lost the cache
@@ -150,11 +154,25 @@ class ServingLoop:
                 ticket.counts += steps.counts[:, slot]
                 taken = np.flatnonzero(steps.tokens[slot] >= 0)
                 self.meter.events["decoded_tokens"] += len(taken)
+                self.meter.events["decoded_rows"] += int(steps.rows[slot])
                 logits = None if steps.logits is None else steps.logits[slot, taken]
                 self._note(ticket, Status(int(steps.status[slot])))
                 self._follow(ticket, now)
                 raise_for_status(Status.HOMELESS if now.homeless[slot] else Status.OK, "decode")
                 self._deliver(ticket, steps.tokens[slot, taken].tolist(), logits, now)
+
+    def _drafts(self) -> np.ndarray:
+        """What may come next in each slot: known tokens, where a request is computed anew, then what its drafter guesses."""
+        drafts = no_drafts(self.layout, self.runner.call_steps)
+        for ticket in self._running():
+            with self._concerning(ticket):
+                known = ticket.handle.tokens
+                guesses = list(known[ticket.produced :])
+                if ticket.drafter is not None and (room := drafts.shape[1] - len(guesses)) > 0:
+                    guesses += ticket.drafter((*ticket.request.prompt, *known), room)
+                guesses = guesses[: drafts.shape[1]]
+                drafts[ticket.slot, : len(guesses)] = guesses
+        return drafts
 
     def _deliver(self, ticket: Ticket, tokens: list[int], logits: np.ndarray | None, now: View) -> None:
         """Hands out tokens; the request ends where the cache says that it stopped."""

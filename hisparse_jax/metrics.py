@@ -25,10 +25,11 @@ PAGE_STATES = ("dirty", "pending", "clean", "unpinned", "host_only", "parked")
 count as free. The others: on the host alone."""
 
 EVENTS = (
-    "submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "prefilled_tokens",
+    "submitted", "started", "preempted", "resumed", "restarted", "resets", "decoded_tokens", "decoded_rows", "prefilled_tokens",
     "prefix_lookups", "prefix_hits", "prefix_hit_tokens", "prefixes_cached", "prefixes_evicted", "prefixes_skipped",
 )  # fmt: skip
 """restarted: computed anew from the prompt. resets: the whole cache was lost to a failed program and begun anew.
+decoded_rows: rows computed in decode, those of rejected drafts too; each selects `index_topk` entries in a C4 layer.
 prefixes_skipped: not cached for want of room, even with every other one evicted."""
 
 MOVES = tuple(field.name for field in dataclasses.fields(Traffic))

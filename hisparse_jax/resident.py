@@ -4,7 +4,7 @@ No host tier, no hot buffer, nothing imported from either. Every claim about the
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,21 @@ from hisparse_jax.prompts import (
     start_running,
 )
 from hisparse_jax.sequences import Sequences, committed, init_sequences
+from hisparse_jax.speculative import DraftSource, VerifyOutput, init_verify_output, verify_stretch
 from hisparse_jax.status import Status
 from hisparse_jax.steps import DecodeOutput, Stretch, compute_chunk, decode_stretch, init_output, run_stretches, traces
 
-__all__ = ["admit", "check_prompt", "decode_steps", "end_prefill", "finish", "init_state", "prefill", "prefill_step"]
+__all__ = [
+    "admit",
+    "check_prompt",
+    "decode_steps",
+    "end_prefill",
+    "finish",
+    "init_state",
+    "prefill",
+    "prefill_step",
+    "verify_steps",
+]
 
 
 class ResidentEntries(EntryCache):
@@ -186,15 +197,38 @@ def decode_steps(
     traces["resident.decode_steps"] += 1
     output = init_output(layout, max_steps, logits=return_logits, indices=return_indices)
 
-    def stretch(state: ResidentState, output: DecodeOutput, part: Stretch):
-        tables, granted, status = append_pages(state.tables, _pages_for(state, part.target, layout), max_new_pages=1)
-        state = state.replace(tables=tables)
-        sequences, layers, cache, output = decode_stretch(
-            model, state.sequences, state.layers, _entries(state), output, granted, part, layout
-        )
-        return state.replace(sequences=sequences, layers=layers, slab=cache.slab), output, status
-
+    stretch = functools.partial(_run_stretch, functools.partial(decode_stretch, model), layout)
     return run_stretches(stretch, state, output, num_steps, forced, layout)
+
+
+@functools.partial(jax.jit, static_argnames=("layout", "max_steps", "return_logits", "return_indices"), donate_argnames="state")
+def verify_steps(
+    model: DeepseekV4,
+    state: ResidentState,
+    source: DraftSource,
+    num_steps: Int32[Array, ""],
+    *,
+    layout: CacheLayout,
+    max_steps: int,
+    return_logits: bool = False,
+    return_indices: bool = False,
+) -> tuple[ResidentState, VerifyOutput, Int32[Array, " B"]]:
+    """Runs `num_steps <= max_steps` steps in one dispatch, each of which verifies up to `draft_rows` drafts of every request.
+
+    State and status as of `decode_steps`, which may be called in between.
+    """
+    traces["resident.verify_steps"] += 1
+    output = init_verify_output(layout, max_steps, logits=return_logits, indices=return_indices)
+    stretch = functools.partial(_run_stretch, functools.partial(verify_stretch, model, source), layout)
+    return run_stretches(stretch, state, output, num_steps, None, layout, step_tokens=layout.cache.query_rows)
+
+
+def _run_stretch(compute: Callable, layout: CacheLayout, state: ResidentState, output, part: Stretch):
+    """Takes the pages of a stretch, then `compute`s its steps: `(state, output, status)`."""
+    tables, granted, status = append_pages(state.tables, _pages_for(state, part.target, layout), max_new_pages=1)
+    state = state.replace(tables=tables)
+    sequences, layers, cache, output = compute(state.sequences, state.layers, _entries(state), output, granted, part, layout)
+    return state.replace(sequences=sequences, layers=layers, slab=cache.slab), output, status
 
 
 @functools.partial(jax.jit, donate_argnames="state")

@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from hisparse_jax import decode, images, parking, prefix_places
+from hisparse_jax.drafts import Steps, take_steps
 from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
@@ -47,15 +48,6 @@ class View(NamedTuple):
     hot: Bool[Array, " B"]
     gpu_free: Int32[Array, ""]
     host_free: Int32[Array, ""]
-
-
-class Steps(NamedTuple):
-    """What a decode call gave, on the host: as `DecodeOutput`, and the status of each slot."""
-
-    tokens: np.ndarray
-    logits: np.ndarray | None
-    counts: np.ndarray
-    status: np.ndarray
 
 
 @jax.jit
@@ -189,17 +181,19 @@ class Runner:
         self.state, self.pending = decode.end_prefill(self.state, slot, self.pending, layout=self.layout), None
         return begin + count, logits, status
 
-    def decode(self, num_steps: int) -> Steps:
-        """Decodes `num_steps <= call_steps` steps of all that run."""
-        self.state, output, status = decode.decode_steps(
+    def decode(self, num_steps: int, drafts: Int32[np.ndarray, "B D"] | None) -> Steps:
+        """Decodes `num_steps <= call_steps` steps of all that run; `drafts` as of `take_steps`."""
+        self.state, steps = take_steps(
+            decode,
             self.model,
             self.state,
-            jnp.int32(num_steps),
+            num_steps,
+            drafts,
             layout=self.layout,
             max_steps=self.call_steps,
             return_logits=self.keep_logits,
         )
-        return Steps(*jax.device_get((output.tokens, output.logits, output.counts, status)))
+        return steps
 
     def flush(self) -> None:
         """Ends the backup under way."""

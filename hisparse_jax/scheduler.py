@@ -14,6 +14,7 @@ import math
 import numpy as np
 
 from hisparse_jax.capacity import min_gpu_blocks
+from hisparse_jax.drafts import Drafter
 from hisparse_jax.images import RequestImage
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.prefix import Links
@@ -54,6 +55,7 @@ class Ticket:
     """Of the prompt's full pages, where prefixes are cached."""
     cuts: tuple[int, ...] = ()
     """Lengths, still to come, at which the prompt is cached for others."""
+    drafter: Drafter | None = None
     reserve_all: bool = False
     """It had to make way once: it comes back when its whole length fits."""
     traffic: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(4, np.int64))

@@ -1,10 +1,10 @@
 """One request alone on the resident twin, in the compiled shapes of an engine: what every engine must give, bit for bit."""
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float32, Int32
 
 from hisparse_jax import resident
+from hisparse_jax.drafts import take_steps
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.requests import Request
@@ -30,12 +30,12 @@ def solo(
     assert output.logits is not None
     tokens, logits = [np.array(state.sequences.token)[:1]], [output.logits]
     while bool(state.sequences.running[0]):
-        state, steps, status = resident.decode_steps(
-            model, state, jnp.int32(call_steps), layout=layout, max_steps=call_steps, return_logits=True
+        state, steps = take_steps(
+            resident, model, state, call_steps, None, layout=layout, max_steps=call_steps, return_logits=True
         )
-        raise_for_status(int(status[0]), "decode")
+        raise_for_status(int(steps.status[0]), "decode")
         assert steps.logits is not None
-        taken = np.array(steps.tokens[0]) >= 0
-        tokens.append(np.array(steps.tokens[0])[taken])
-        logits.append(np.array(steps.logits[0])[taken])
+        taken = steps.tokens[0] >= 0
+        tokens.append(steps.tokens[0, taken])
+        logits.append(steps.logits[0, taken])
     return np.concatenate(tokens), np.concatenate(logits)

@@ -147,8 +147,8 @@ class SlidingSpec(CacheSpec):
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of one request outside the slab."""
-        return self.window * self.row_bytes
+        """Bytes of one request outside the slab: the window, and a row for each draft, which may yet be rejected."""
+        return (self.window + self.in_flight - 1) * self.row_bytes
 
     @override
     def num_blocks(self, tokens: int) -> int:

@@ -93,12 +93,13 @@ def compute_chunk(
     return sequences, layers, cache, logits, _stack_indices(selections, layout)[:, 0]
 
 
-def run_stretches(stretch, state, output: DecodeOutput, num_steps: Int32[Array, ""], forced, layout: CacheLayout):
+def run_stretches(stretch, state, output, num_steps: Int32[Array, ""], forced, layout: CacheLayout, *, step_tokens: int = 1):
     """Decodes `num_steps` steps, at most `stretch_steps` a stretch: `(state, output, status i32[B] of the last stretch)`.
 
-    `stretch(state, output, part: Stretch)` grows the requests and decodes: `(state, output, status)`.
+    `stretch(state, output, part: Stretch)` grows the requests and decodes: `(state, output, status)`. `output.tokens` has
+    the axes `B, S, ...`; a step computes at most `step_tokens` tokens of a request.
     """
-    (batch, max_steps), most = output.tokens.shape, layout.cache.stretch_steps
+    (batch, max_steps), most = output.tokens.shape[:2], layout.cache.stretch_steps
     forced = jnp.full((batch, max_steps), -1, jnp.int32) if forced is None else forced
     num_steps = jnp.minimum(num_steps, max_steps)
 
@@ -106,7 +107,7 @@ def run_stretches(stretch, state, output: DecodeOutput, num_steps: Int32[Array, 
         state, output, _ = carry
         seq, first = state.sequences, i * most
         count = jnp.minimum(most, num_steps - first)
-        target = jnp.where(seq.running, jnp.minimum(seq.length + count, seq.limit), 0)
+        target = jnp.where(seq.running, jnp.minimum(seq.length + count * step_tokens, seq.limit), 0)
         return stretch(state, output, Stretch(first, count, target, forced))
 
     ok = jnp.full(batch, Status.OK, jnp.int32)

@@ -5,7 +5,7 @@ step, resolves the selected entries and swaps the missing rows in. `StagedEntrie
 compact buffer and leaves hot maps alone: a chunk selects more rows than a hot region holds.
 """
 
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from hisparse_jax.config import C4
 from hisparse_jax.entries import EntryCache, Selection, rows_of
 from hisparse_jax.hot_map import HotMap
 from hisparse_jax.layout import CacheLayout
+from hisparse_jax.model.numerics import border
 from hisparse_jax.model.span import Span
 from hisparse_jax.resolve import Resolved
 
@@ -91,14 +92,12 @@ class TieredEntries(HostEntries):
 
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, index = layout.resident_place(layer), layout.model.c4_layers.index(layer)
-        cache, plan, pool = self, selection.plan, self._pool(layer, layout)
-        rows: dict[str, Any] = dict(page_entries=layout.page_entries, offset=place.offset, row_step=layout.row_step)
-        if isinstance(plan, Resolved):
-            slab = transfer.swap_in(self.slab, pool, plan, layout.entry, **rows)
-        else:
+        cache, plan, early = self, selection.plan, layout.cache.prefetch_followers
+        followers = layout.model.followers_of(layer) if early else ()
+        if not isinstance(plan, Resolved):
             slab, plan, hot_map = transfer.resolve_and_swap_in(
                 self.slab,
-                pool,
+                self._pool(layer, layout),
                 selection.indices,
                 span.num_entries(C4),
                 span.valid,
@@ -109,15 +108,34 @@ class TieredEntries(HostEntries):
                 self.hot_maps[index],
                 layout.entry,
                 num_host_blocks=layout.host_blocks,
-                **rows,
+                **self._rows(layer, layout),
             )
             maps = self.hot_maps[:index] + (hot_map,) + self.hot_maps[index + 1 :]
             cache = cache.replace(hot_maps=maps, homeless=span.add(self.homeless, plan.num_homeless))
-        swapped = span.add(self.traffic.swapped_rows, plan.num_misses)
-        cache = cache.replace(slab=slab, traffic=self.traffic.replace(swapped_rows=swapped))
+            cache = cache._swapped(slab, plan, span)
+        elif not early:
+            cache = cache._swap_in(layer, plan, span, layout)
         if self.counts is not None:
             cache = cache.replace(counts=self.counts.at[index].set(span.add(self.counts[index], plan.counts)))
-        return cache._read_c4(plan.rows, place, layout), cache, selection.replace(plan=plan)
+        rows = cache._read_c4(plan.rows, place, layout)
+        if followers:
+            rows, slab = border((rows, cache.slab))  # read before the copies, which the rest of this layer need not wait for
+            cache = cache.replace(slab=slab)
+            for follower in followers:
+                cache = cache._swap_in(follower, plan, span, layout)
+        return rows, cache, selection.replace(plan=plan)
+
+    def _swap_in(self, layer: int, plan: Resolved, span: Span, layout: CacheLayout) -> Self:
+        """Carries out the plan with the pool and the pages of `layer`."""
+        pool, rows = self._pool(layer, layout), self._rows(layer, layout)
+        return self._swapped(transfer.swap_in(self.slab, pool, plan, layout.entry, **rows), plan, span)
+
+    def _swapped(self, slab: UInt8[Array, "N stride"], plan: Resolved, span: Span) -> Self:
+        swapped = span.add(self.traffic.swapped_rows, plan.num_misses)
+        return self.replace(slab=slab, traffic=self.traffic.replace(swapped_rows=swapped))
+
+    def _rows(self, layer: int, layout: CacheLayout) -> dict[str, Any]:
+        return dict(page_entries=layout.page_entries, offset=layout.resident_place(layer).offset, row_step=layout.row_step)
 
 
 class StagedEntries(HostEntries):

@@ -32,6 +32,7 @@ from rich.table import Table
 from hisparse_jax.capacity import min_gpu_blocks
 from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, preset
+from hisparse_jax.drafts import Drafter, prompt_lookup
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
 from hisparse_jax.generation import resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
@@ -83,6 +84,8 @@ class Args:
     reclaim: str = "base"
     call_steps: int = 8
     """Decode steps in one round."""
+    draft_rows: int = 0
+    """Drafts that a step verifies, guessed by prompt lookup for a third of the requests and at random for another."""
 
 
 @dataclasses.dataclass
@@ -97,6 +100,7 @@ class Planned:
     """Rounds from its submission to its cancellation."""
     raise_at: int | None
     """The callback raises at this token."""
+    drafter: Drafter | None
     follows: "Planned | None" = None
     """The request that this one continues: its prompt and tokens come before `prompt`."""
     handle: Handle | None = None
@@ -174,7 +178,7 @@ def plan(args: Args) -> CacheLayout:
         max_model_len=args.max_model_len, max_requests=args.slots, gpu_blocks=2, host_blocks=2 + args.max_model_len,
         parked_requests=args.parked, cached_prefixes=args.cached, num_hot_slots=args.hot_slots, rows=args.rows,
         page_entries=args.page_entries, chunk_tokens=args.chunk_tokens, stretch_steps=args.call_steps, backup=args.backup,
-        reclaim=args.reclaim,
+        reclaim=args.reclaim, draft_rows=args.draft_rows,
     )  # fmt: skip
     draft = plan_layout(preset(args.model), cache)
     wanted = draft.growing_groups * draft.max_pages * args.slots
@@ -207,7 +211,7 @@ def plan_requests(args: Args, layout: CacheLayout, rng: np.random.Generator) -> 
         options = {"seed": number, "temperature": float(rng.choice([0.0, 0.7, 1.3])), "stop_token": stop, "tenant": tenant}
         cancel = int(rng.integers(0, 80)) if rng.random() < 0.2 else None
         raises = int(rng.integers(96)) if rng.random() < 0.08 else None
-        planned.append(Planned(step, prompt, new, options, cancel, raises, follows))
+        planned.append(Planned(step, prompt, new, options, cancel, raises, drafter_of(args, number, layout), follows))
     return planned
 
 
@@ -216,6 +220,14 @@ def prompt_of(item: Planned, layout: CacheLayout) -> list[int]:
     before = item.follows.handle if item.follows else None
     whole = ([*before.request.prompt, *before.tokens] if before else []) + item.prompt
     return whole[: layout.cache.max_model_len - item.max_new_tokens]
+
+
+def drafter_of(args: Args, number: int, layout: CacheLayout) -> Drafter | None:
+    """Good guesses, bad ones or none."""
+    if not args.draft_rows or number % 3 == 0:
+        return None
+    rng = np.random.default_rng([args.seed, number])
+    return prompt_lookup if number % 3 == 1 else lambda _, count: rng.integers(-1, layout.model.vocab_size + 1, count).tolist()
 
 
 def serve(args: Args, engine: Engine, planned: list[Planned], breaches: list[str]) -> float:
@@ -227,7 +239,9 @@ def serve(args: Args, engine: Engine, planned: list[Planned], breaches: list[str
         for item in [item for item in todo if item.step <= step and not waits(item)]:
             todo.remove(item)
             prompt = prompt_of(item, engine.layout)
-            item.handle = engine.submit(prompt, item.max_new_tokens, on_token=raiser(item.raise_at), **item.options)
+            item.handle = engine.submit(
+                prompt, item.max_new_tokens, on_token=raiser(item.raise_at), drafter=item.drafter, **item.options
+            )
             if item.cancel_after is not None:
                 live[step + item.cancel_after] = [*live.get(step + item.cancel_after, []), item.handle]
         for handle in live.pop(step, []):
@@ -311,7 +325,7 @@ def check_end(engine: Engine, last: Snapshot, layout: CacheLayout, breaches: lis
     state, parking = engine._loop.runner.state, engine._loop.runner.parking
     ledger = state.ledger
     tables = (ledger.tables.base, ledger.tables.resident, ledger.hot, ledger.host_table, ledger.gpu_lease, ledger.host_lease)
-    selected = last.events["decoded_tokens"] * layout.model.index_topk
+    selected = last.events["decoded_rows"] * layout.model.index_topk
     facts = {
         "GPU blocks are not all free": last.gpu.free == layout.gpu_blocks - 1,
         "host blocks are not all free": last.host.free == layout.host_blocks - 1,

@@ -52,7 +52,7 @@ def check_empty(engine: Engine) -> None:
     assert (last.gpu.free, last.host.free) == (LAYOUT.gpu_blocks - 1, LAYOUT.host_blocks - 1)
     assert not any(last.pages.values()) and not (last.queued or last.parked or last.prefilling or last.running)
     assert sum(last.ended.values()) == last.events["submitted"]
-    selected = last.events["decoded_tokens"] * TINY.index_topk
+    selected = last.events["decoded_rows"] * TINY.index_topk
     assert all(sum(getattr(layer, name) for name in COUNT_NAMES) == selected for layer in last.layers)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_speculative import check_patterns, layout_of
 
 from hisparse_jax import decode, ffi
 from hisparse_jax.config import CacheConfig, preset
@@ -62,6 +63,11 @@ def test_tiered_equals_resident_in_every_bit(backup, kernels, monkeypatch):
     assert sum(tiered.layer_counts["misses"]) > 0, "nothing was swapped in"
     resident = generate(model, PROMPTS, resident_layout(layout), max_new_tokens=STEPS + 1, twin="resident", call_steps=STEPS)
     assert compare(tiered, resident).equal
+
+
+def test_drafts_change_no_bit():
+    ffi.load_library()
+    check_patterns(layout_of(small_model().config, rows="fp8", num_hot_slots=128))
 
 
 def test_a_step_waits_for_the_host_nowhere():

@@ -124,14 +124,18 @@ def check_counts(run: Played, layout: CacheLayout, todo: list[Job]) -> None:
 
 
 def check_bytes(run: Played, layout: CacheLayout, todo: list[Job]) -> None:
-    """Every backed-up row: host bytes = resident bytes = hot bytes. Maps name own rows, once; LRU orders are permutations."""
+    """Every backed-up row: host bytes = resident bytes = hot bytes. Maps name own rows, once; LRU orders are permutations.
+
+    A follower's slots are those of its leader's map, its bytes its own (A9).
+    """
     state, ledger, entries = run.state, run.state.ledger, layout.page_entries
     slab, host_table, hot = np.asarray(state.slab), np.asarray(ledger.host_table), np.asarray(ledger.hot)
     resident, valid = np.asarray(ledger.tables.resident), np.asarray(ledger.valid)
     compared = hot_rows = 0
     for number, layer in enumerate(layout.model.c4_layers):
         pool, group = np.asarray(state.pools[number]), layout.resident_place(layer).group
-        slot_host, lru = np.asarray(state.hot_maps[number].slot_host), np.asarray(state.hot_maps[number].lru)
+        hot_map = state.hot_maps[layout.model.c4_layers.index(layout.model.leader_of(layer))]
+        slot_host, lru = np.asarray(hot_map.slot_host), np.asarray(hot_map.lru)
         assert (np.sort(lru, axis=-1) == np.arange(layout.num_hot_slots)).all()
         for job in todo:
             request, num_entries = job.slot, (len(job.prompt) + job.steps) // 4

@@ -13,5 +13,6 @@ def test_compiles_for_an_h200(run_h200, program):
 
 
 @pytest.mark.slow
-def test_a_lazy_spill_at_v4_flashs_geometry_compiles_too(run_h200):
-    run_h200(PROGRAMS[0].with_name("decode_geometry.py"), "spill")
+@pytest.mark.parametrize("case", ["spill", "verify", "prefetch"])
+def test_other_decode_calls_at_v4_flashs_geometry_compile_too(run_h200, case):
+    run_h200(PROGRAMS[0].with_name("decode_geometry.py"), case)

@@ -24,6 +24,29 @@ def test_every_request_is_exact_under_pressure(capsys):
     assert result["prefix_hits"] > 0
 
 
+@pytest.mark.slow
+def test_drafts_change_no_bit_under_pressure(capsys):
+    code, out, err = run_script(
+        "soak.py",
+        *SMALL,
+        "--requests",
+        18,
+        "--seed",
+        5,
+        "--draft-rows",
+        3,
+        "--hot-slots",
+        64,
+        "--reclaim",
+        "eager",
+        capsys=capsys,
+    )
+    result = json.loads(out.splitlines()[-1])
+    assert code == 0 and result["breaches"] == [], err
+    assert result["compared_equal"] >= result["length"] + result["stop"] > 8
+    assert result["decoded_rows"] > result["decoded_tokens"] and result["misses"] > 0
+
+
 def test_a_breach_is_told_by_the_exit_code(capsys):
     code, out, err = run_script("soak.py", *SMALL, "--requests", 6, "--steps", 3, capsys=capsys)
     assert code == 1 and "have not ended after 3 rounds" in json.loads(out.splitlines()[-1])["breaches"][0]

@@ -74,7 +74,7 @@ def test_blocks_and_most_bytes_of_a_long_request(spec_class, blocks):
 
 def test_a_short_context_caps_a_window():
     assert first(C128StateSpec).num_blocks(8) == 2
-    assert first(C128StateSpec, query_rows=9).num_blocks(131_072) == 18
+    assert first(C128StateSpec, draft_rows=7, stretch_steps=32).num_blocks(131_072) == 18
 
 
 def test_the_hot_region_has_one_size_whatever_the_length():

@@ -77,8 +77,8 @@ class Attention(nnx.Module):
 
     def _window(self, rows: Array, span: Span, window: Array, entry: RowFormat) -> Float[Array, "R T W c"]:
         """Keys of each token's sliding window, oldest first; the positions before the sequence are zeros."""
-        width = window.shape[1]
-        history = jnp.concatenate([read_ring(window, span), rows], axis=1)
+        width = self.config.sliding_window
+        history = jnp.concatenate([read_ring(window, span, width), rows], axis=1)
         position = span.start[:, None] - width + jnp.arange(history.shape[1])[None, :]
         keys = entry.unpack(border(jnp.where((position >= 0)[..., None], history, 0)))
         index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]

@@ -17,7 +17,7 @@ from hisparse_jax.model.span import Span, read_ring, write_ring
 
 
 def ring_rows(ratio: int) -> int:
-    """Rows of a request's compressor ring: the most tokens one entry pools."""
+    """Rows that a compressor reads back in its ring: the most tokens one entry pools."""
     return 2 * ratio if ratio == C4 else ratio
 
 
@@ -45,7 +45,7 @@ class Compressor(nnx.Module):
         gate = contract("rtd,wd->rtw", wide, self.wgate[...].astype(jnp.float32))
         rows = border(jnp.concatenate([kv, gate + self._position_bias(span)], axis=-1))
         closing, real = span.closings(self.ratio)
-        pooled = self._pool(jnp.concatenate([read_ring(ring, span), rows], axis=1), closing, span)
+        pooled = self._pool(jnp.concatenate([read_ring(ring, span, ring_rows(self.ratio)), rows], axis=1), closing, span)
         values = rms_norm(pooled.astype(x.dtype), self.norm[...], self.config.rms_norm_eps)
         number = jax.lax.div(closing, self.ratio)
         values = rotate(values, number * self.ratio, frequencies(self.config, self.ratio))

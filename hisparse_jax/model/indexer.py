@@ -19,7 +19,7 @@ from hisparse_jax.model.span import Span
 from hisparse_jax.rows import RowFormat, hadamard
 
 DECODE_BLOCK, PREFILL_BLOCK = 4_096, 512
-"""Entries scored at a time."""
+"""Entries scored at a time; in decode by all query rows of a request together."""
 
 
 class Indexer(nnx.Module):
@@ -59,10 +59,11 @@ def score_entries(
     """Index score of the first `limit` entries of `num_pages` pages; later columns hold leftovers or zeros, to be masked.
 
     `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. Prefill scores as many blocks as `limit` needs.
-    Decode scores all of them: a loop whose length the GPU has to tell the host would cost more. The scores are a border:
-    selection reads exactly these numbers in both twins.
+    Decode (R > 1, or one row) scores all of them: a loop whose length the GPU has to tell the host would cost more. The scores
+    are a border: selection reads exactly these numbers in both twins.
     """
-    wanted = DECODE_BLOCK if queries.shape[1] == 1 else PREFILL_BLOCK
+    decoding = queries.shape[0] > 1 or queries.shape[1] == 1
+    wanted = max(DECODE_BLOCK // queries.shape[1], PREFILL_BLOCK) if decoding else PREFILL_BLOCK
     block_pages = min(num_pages, max(1, wanted // page_entries))
     blocks, width = -(-num_pages // block_pages), block_pages * page_entries
 
@@ -73,7 +74,7 @@ def score_entries(
 
     if blocks == 1:
         return block(jnp.int32(0))
-    if queries.shape[1] == 1:
+    if decoding:
         scored = jnp.moveaxis(jax.lax.map(block, jnp.arange(blocks, dtype=jnp.int32)), 0, 2)
         return scored.reshape(*scored.shape[:2], -1)[..., : num_pages * page_entries]
 

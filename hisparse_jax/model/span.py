@@ -1,4 +1,8 @@
-"""Which tokens a call computes: `T` consecutive positions of each of `R` requests. Decode has T = 1, prefill R = 1."""
+"""Which tokens a call computes: `T` consecutive positions of each of `R` requests.
+
+Prefill has R = 1; decode has T = 1, and a token more for each draft. Where only the first of a span's tokens are kept, the next
+span starts behind those: rings are read before `start` alone, and whatever else the others left is written again.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -55,14 +59,14 @@ def make_span(slots: Int32[Array, " R"] | None, start: Int32[Array, " R"], count
     return Span(slots, start, count, start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None, :])
 
 
-def read_ring(ring: Array, span: Span) -> Array:
-    """The rows of the `W` positions before `span.start`, oldest first, from `ring[B, W, ...]`: `[R, W, ...]`.
+def read_ring(ring: Array, span: Span, num_rows: int) -> Array:
+    """The rows of the last `num_rows <= W` positions before `span.start`, oldest first, from `ring[B, W, ...]`.
 
     Position p stands at `p mod W`; positions below 0 read leftovers, which callers mask by position.
     """
     width = ring.shape[1]
-    before = span.start[:, None] - width + jnp.arange(width, dtype=jnp.int32)[None, :]
-    at = jax.lax.rem(before + width, width)  # below 0 only while the sequence is shorter than the ring
+    before = span.start[:, None] - num_rows + jnp.arange(num_rows, dtype=jnp.int32)[None, :]
+    at = jax.lax.rem(before + width, width)  # below 0 only while the sequence is shorter than `num_rows`
     return ring.at[span.rows[:, None], at].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
