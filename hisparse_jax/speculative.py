@@ -106,7 +106,7 @@ def verify_stretch(
 
     Allocates nothing. Returns `(sequences, layers, cache, output)`.
     """
-    batch, num_rows = layout.cache.max_requests, layout.cache.query_rows
+    num_rows = layout.cache.query_rows
 
     def step(i, carry):
         seq, layers, cache, out = carry
