@@ -67,6 +67,7 @@ struct PartsShared {
   BlockScratch scratch;
   uint32_t floor, most;  // keys of this block lie between
   int num_listed;
+  int num_offered;  // to the first block of the cluster
   int num_finalists;
   uint32_t finalist_keys[kFinalists];
   int finalists[kFinalists];
@@ -169,14 +170,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (thread == 0) {
       shared.floor = range.low;
       shared.most = range.high;
-      shared.num_listed = num_listed;
+      shared.num_offered = num_listed;
     }
     cluster.sync();
     if (rank == 0) {
       for (int other = 1; other < num_blocks; ++other) {
         const PartsShared* theirs = cluster.map_shared_rank(&shared, other);
         const uint32_t* their_keys = cluster.map_shared_rank(listed_keys, other);
-        const int *their_list = cluster.map_shared_rank(listed, other), count = theirs->num_listed;
+        const int *their_list = cluster.map_shared_rank(listed, other), count = theirs->num_offered;
         range.low = min(range.low, theirs->floor);
         range.high = max(range.high, theirs->most);
 #pragma unroll 1

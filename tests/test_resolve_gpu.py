@@ -68,15 +68,19 @@ def test_equals_both_references_over_adversarial_steps(implementation, query_row
 
 @pytest.mark.parametrize(("query_rows", "top_k", "num_slots", "entries"), [(1, 8, 16, 4), (2, 5, 13, 4), (3, 100, 301, 16)])
 def test_small_steps_equal_the_reference(implementation, query_rows, top_k, num_slots, entries):
-    """Few enough steps for a race checker; no loop around them."""
+    """Few enough steps for a race checker, without a loop around them; the reference runs on a CPU, unchecked."""
     rng, batch, num_pages = np.random.default_rng(0), 4, max(6, 2 * num_slots // entries)
     static: dict[str, Any] = dict(page_entries=entries, row_step=2 * entries, num_host_blocks=8 * num_pages)
     steps = adversarial_steps(rng, 3, batch, query_rows, top_k, num_slots, num_pages, entries, 8 * num_pages)
-    maps = {how: init_hot_map(batch, num_slots) for how in (implementation, "xla")}
+    cpu, empty = jax.devices("cpu")[0], jax.tree.map(np.asarray, init_hot_map(batch, num_slots))
+    maps = {implementation: empty, "xla": empty}
     for t in range(3):
-        tables, results = [values[t] for values in steps[:-2]], {}
-        for how in maps:
-            results[how], maps[how] = resolve_topk(*tables, hot_map=maps[how], implementation=how, **static)
+        tables, results = [np.asarray(values[t]) for values in steps[:-2]], {}
+        for how, device in ((implementation, jax.devices()[0]), ("xla", cpu)):
+            with jax.default_device(device):
+                operands, hot_map = jax.tree.map(jnp.asarray, (tables, maps[how]))
+                result = resolve_topk(*operands, hot_map=hot_map, implementation=how, **static)
+            results[how], maps[how] = jax.tree.map(np.asarray, result)
         chex.assert_trees_all_equal(results[implementation], results["xla"])
         chex.assert_trees_all_equal(maps[implementation], maps["xla"])
 
