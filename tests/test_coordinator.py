@@ -13,6 +13,8 @@ from hisparse_jax import block_pool, block_tables, coordinator, reclaim, spill
 from hisparse_jax.coordinator import Ledger, init_ledger
 from hisparse_jax.status import NULL_BLOCK, Status
 
+pytestmark = pytest.mark.xdist_group("coordinator")
+
 BATCH, PAGES, GROUPS, HOT_COST, GROWING = 3, 64, 6, 96, 8
 SIZES = dict(num_blocks=1_000, num_host_blocks=128, num_base=2, num_resident=6, hot_pages=16, batch=BATCH, max_pages=PAGES)
 

@@ -7,7 +7,13 @@ import pytest
 PROGRAMS = sorted((pathlib.Path(__file__).parent / "h200_programs").glob("*.py"))
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+SLOW = ("images_geometry", "parking_geometry")
+"""Programs between two dispatches: no step waits for them."""
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(p, id=p.stem, marks=pytest.mark.slow if p.stem in SLOW else ()) for p in PROGRAMS]
+)
 def test_compiles_for_an_h200(run_h200, program):
     run_h200(program)
 

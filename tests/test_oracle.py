@@ -27,7 +27,7 @@ def run(args: check_oracle.Args, capsys) -> tuple[int, dict]:
     return code, json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-@pytest.mark.parametrize(("tiered", "page_entries"), [(False, 64), (True, 64), (True, 32)])
+@pytest.mark.parametrize(("tiered", "page_entries"), [(False, 64), pytest.param(True, 64, marks=pytest.mark.slow), (True, 32)])
 def test_the_golden_fixture_agrees(tiered, page_entries, capsys):
     code, result = run(check_oracle.Args(GOLDEN, tiered=tiered, page_entries=page_entries), capsys)
     assert code == 0 and result["tiered"] is tiered

@@ -17,6 +17,7 @@ def scripts_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(pathlib.Path(__file__).parent.parent / "scripts")
 
 
+@pytest.mark.slow  # programs of its own
 def test_the_same_trace_live_and_plain(capsys, monkeypatch, tmp_path):
     metrics = tmp_path / "metrics.prom"
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal

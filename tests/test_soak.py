@@ -55,8 +55,8 @@ def test_a_breach_is_told_by_the_exit_code(capsys):
 
 def test_random_transitions(capsys, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
-    code, out, err = run_script("soak.py", "--requests", 0, "--transitions", 3_000, capsys=capsys)
+    code, out, err = run_script("soak.py", "--requests", 0, "--transitions", 12_000, capsys=capsys)
     result = json.loads(out.splitlines()[-1])["transitions"]
     assert code == 0, err
-    assert result["count"] == 3_000 and result["pages_lost"] > 0 and result["regions_taken"] > 0
+    assert result["count"] == 12_000 and result["pages_lost"] > 0 and result["regions_taken"] > 0
     assert result["pages_adopted"] > 0
