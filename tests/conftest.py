@@ -37,6 +37,19 @@ def _processor() -> str:
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / f"jax-{_processor()}"))
 
 
+MANY_MAPS = 25_000
+"""Memory maps of a process that already hold dozens of programs; Linux grants 65,530, and one too many is a crash."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_are_let_go():
+    """A compiled program is about a thousand memory maps: before they run out, a module's end gives all of them back."""
+    yield
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def run_h200() -> Callable[..., str]:
     """Runs a program that compiles for an H200 (`tests/h200.py`) in a process of its own; its output, once it exits with 0.

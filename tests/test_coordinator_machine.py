@@ -441,7 +441,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLedger.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
 
 
 def test_c8_a_page_whose_copy_is_under_way_is_not_published():

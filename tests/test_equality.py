@@ -14,7 +14,6 @@ import pytest
 from runs import (
     C4_ONLY,
     DEMO,
-    SHORT,
     TINY,
     Job,
     Played,
@@ -52,7 +51,7 @@ depend on its reclaim, prefill above all, with another: compiled once."""
 
 RECLAIM = ("base", "eager", "unpin")
 
-MODELS = {"f32": SHORT, "bf16": C4_ONLY, "fp8": DEMO}
+MODELS = {"f32": C4_ONLY, "bf16": C4_ONLY, "fp8": DEMO}
 
 
 def layout_of(config, rows: str, rule: str, backup: str, reclaim: str, **options) -> CacheLayout:

@@ -44,7 +44,7 @@ def golden():
     return DeepseekV4(config, weights), config, check_oracle.read_fixture(GOLDEN, config)
 
 
-@pytest.mark.parametrize("prompt", [3, 4 * 129 + 2])  # the fixture's own is 4 * 129 + 1
+@pytest.mark.parametrize("prompt", [3, pytest.param(4 * 129 + 2, marks=pytest.mark.slow)])  # the fixture's own is 4 * 129 + 1
 def test_b5_prompts_of_any_length_continue_as_recorded(golden, prompt):
     model, config, fixture = golden
     args = check_oracle.Args(GOLDEN, tiered=True, page_entries=32)

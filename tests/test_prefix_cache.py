@@ -88,6 +88,7 @@ def test_a_hit_changes_no_bit():
     check_empty_at_last(engine)
 
 
+@pytest.mark.slow
 def test_requests_share_pages_with_the_prefix_and_with_each_other_while_they_run():
     """Host pages and base pages by reference, by their own ids in each pool; C4 pages on the GPU are each one's own."""
     engine = caching(growth_reserve=0.0)

@@ -53,6 +53,7 @@ def test_a_breach_is_told_by_the_exit_code(capsys):
     assert "have not ended" in err
 
 
+@pytest.mark.slow  # test_coordinator_machine.py walks the same transitions in every run
 def test_random_transitions(capsys, monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     code, out, err = run_script("soak.py", "--requests", 0, "--transitions", 12_000, capsys=capsys)
