@@ -32,9 +32,6 @@ DEMO = dataclasses.replace(
 )  # fmt: skip
 """The demo's schedule and head sizes; what does not touch the cache is smaller."""
 
-SHORT = dataclasses.replace(DEMO, num_hidden_layers=5, compress_ratios=(4, 4, 128, 4, 4))
-"""Fewer programs to compile, still two C4 layers in a resident group."""
-
 C4_ONLY = dataclasses.replace(DEMO, num_hidden_layers=4, compress_ratios=(4, 4, 4, 4))
 """The fewest layers with two in each resident group of the base rule, f32 and bf16 rows."""
 
