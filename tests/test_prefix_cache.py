@@ -153,6 +153,7 @@ def test_two_tenants_never_share_a_page():
     check_empty_at_last(engine)
 
 
+@pytest.mark.slow
 def test_c8_what_was_not_computed_and_complete_is_not_hit():
     """A request makes way in mid prefill with a copy in flight; the same prompt finds nothing before a cut was reached."""
     engine = caching()
