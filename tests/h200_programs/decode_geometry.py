@@ -1,7 +1,7 @@
 """The tiered decode call at V4-Flash's geometry: 64 requests of 131,072 tokens, a 40 GiB slab, 64 GiB of host pools.
 
-Two layers of each compressed kind and one of the window stand for 43, written through. With an argument C4 layers alone: `spill`, for the copies of a lazy spill;
-`verify`, for steps of 4 rows; `prefetch`, for a layer that gets its leader's rows early.
+Two layers of each compressed kind and one of the window stand for 43, written through. With an argument C4 layers alone:
+`spill`, for the copies of a lazy spill; `verify`, for steps of 4 rows; `prefetch`, for a layer that gets its leader's rows early.
 Nothing may copy a pool or the slab, nor want host memory beside the pools.
 """
 
