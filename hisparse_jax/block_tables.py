@@ -102,11 +102,6 @@ def blocks_wanted(tables: BlockTables, new_pages: Int32[Array, " B"]) -> Int32[A
     return jnp.sum(wanted, dtype=jnp.int32) * tables.growing_groups
 
 
-def blocks_short(tables: BlockTables, new_pages: Int32[Array, " B"]) -> Int32[Array, ""]:
-    """Those of `blocks_wanted` that are not free; 0 where all are."""
-    return jnp.maximum(blocks_wanted(tables, new_pages) - tables.pool.num_free, 0)
-
-
 def page_blocks(tables: BlockTables, slot: Int32[Array, ""]) -> Int32[Array, " M"]:
     """Blocks of one request, last page first, so that its first pages stay readable longest once freed; M = (Gb + G) P."""
     columns = jnp.concatenate([tables.base[:, slot], tables.resident[:, slot]])

@@ -113,6 +113,18 @@ def init_ledger(
     )
 
 
+def look_up(ledger: Ledger, slot: Int32[Array, ""]) -> tuple[Bool[Array, ""], Int32[Array, ""]]:
+    """Whether the slot is taken, and a slot to index with."""
+    real = (slot >= 0) & (slot < ledger.admitted.shape[0])
+    inside = jnp.where(real, slot, 0)
+    return real & ledger.admitted[inside], inside
+
+
+def is_vacant(ledger: Ledger, slot: Int32[Array, ""]) -> Bool[Array, ""]:
+    """Whether the slot exists and nobody has it."""
+    return (slot >= 0) & (slot < ledger.admitted.shape[0]) & ~look_up(ledger, slot)[0]
+
+
 def admit(ledger: Ledger, slot: Int32[Array, ""], num_pages: Int32[Array, ""]) -> tuple[Ledger, Int32[Array, ""]]:
     """Takes a free slot and the host blocks of a whole prompt of `num_pages` pages, or nothing.
 
@@ -121,8 +133,7 @@ def admit(ledger: Ledger, slot: Int32[Array, ""], num_pages: Int32[Array, ""]) -
     remember of the slot's `host_table` before its first use. Source: hisparse.md 7.5 (a).
     """
     batch, max_pages = ledger.host_table.shape
-    real = (slot >= 0) & (slot < batch)
-    ok = real & ~ledger.admitted[jnp.where(real, slot, 0)] & (num_pages >= 1) & (num_pages <= max_pages)
+    ok = is_vacant(ledger, slot) & (num_pages >= 1) & (num_pages <= max_pages)
     host, block_ids, got = allocate(ledger.host, jnp.where(ok, num_pages, 0), max_count=max_pages)
     target = jnp.where(ok & (got == Status.OK), slot, batch)
     ledger = ledger.replace(
@@ -225,9 +236,7 @@ def finish(ledger: Ledger, slot: Int32[Array, ""]) -> tuple[Ledger, Int32[Array,
     outside 0..B-1. Source: hisparse.md 7.4, release.
     """
     batch = ledger.host_table.shape[0]
-    real = (slot >= 0) & (slot < batch)
-    inside = jnp.where(real, slot, 0)
-    taken = real & ledger.admitted[inside]
+    taken, inside = look_up(ledger, slot)
     pinned = jnp.where(ledger.unpinned[None], NULL_BLOCK, ledger.tables.resident)
     pages = page_blocks(ledger.tables.replace(resident=pinned), inside)
     held = jnp.concatenate([pages, ledger.hot[:, inside].reshape(-1)])

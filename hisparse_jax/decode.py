@@ -33,7 +33,7 @@ from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState, init_state
 from hisparse_jax.status import NULL_BLOCK, Status, raise_for_status
 from hisparse_jax.steps import DecodeOutput, Stretch, compute_chunk, decode_stretch, init_output, run_stretches, traces
-from hisparse_jax.tiered import StagedEntries, TieredEntries
+from hisparse_jax.tiered import StagedEntries, TieredEntries, reset_traffic
 
 __all__ = [
     "admit", "check_prompt", "decode_steps", "end_prefill", "finish", "flush_backup", "init_state", "prefill", "prefill_step",
@@ -63,8 +63,7 @@ def _take_slot(parts, slot: Int32[Array, ""], num_pages: Int32[Array, ""]):
     ledger, hot_maps, traffic = parts
     ledger, status = coordinator.admit(ledger, slot, num_pages)
     mask = jnp.arange(traffic.swapped_rows.shape[0], dtype=jnp.int32) == slot
-    traffic = jax.tree.map(lambda x: jnp.where(mask, 0, x), traffic)
-    return (ledger, tuple(reset_requests(m, mask) for m in hot_maps), traffic), status
+    return (ledger, tuple(reset_requests(m, mask) for m in hot_maps), reset_traffic(traffic, mask)), status
 
 
 @functools.partial(jax.jit, static_argnames="layout", donate_argnames="state")

@@ -19,7 +19,7 @@ import numpy as np
 
 from hisparse_jax import decode, ffi, resident
 from hisparse_jax.capacity import batch_gpu_blocks
-from hisparse_jax.config import ConfigError
+from hisparse_jax.config import ConfigError, ModelConfig
 from hisparse_jax.host_memory import check_host_budget
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
@@ -28,8 +28,14 @@ from hisparse_jax.state import TieredState
 from hisparse_jax.status import Status, raise_for_status
 from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
+from hisparse_jax.weights import init_weights
 
 TWINS = {"tiered": decode, "resident": resident}
+
+
+def random_model(config: ModelConfig, rows: str, seed: int = 0) -> DeepseekV4:
+    """A model with random weights in the dtype that a cache of such `rows` computes in: float32 for f32, else bfloat16."""
+    return DeepseekV4(config, init_weights(config, seed, jnp.float32 if rows == "f32" else jnp.bfloat16))
 
 
 @dataclasses.dataclass(frozen=True)

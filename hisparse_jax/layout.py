@@ -222,7 +222,7 @@ def index_layers(model: ModelConfig) -> tuple[int, ...]:
     return tuple(layer for layer in model.c4_layers if model.leader_of(layer) == layer)
 
 
-def steady_blocks(num_base: int, num_resident: int, pages: int, hot_pages: int, tail_pages: int = 2) -> int:
+def steady_blocks(num_base: int, num_resident: int, pages: int, hot_pages: int, tail_pages: int) -> int:
     """GPU blocks that a request of `pages` pages keeps under pressure: base pages, its tail, its hot region."""
     return num_base * pages + num_resident * (min(pages, tail_pages) + hot_pages)
 

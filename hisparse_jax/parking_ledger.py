@@ -107,21 +107,19 @@ def park(
     land on rows written later: commit it first), or rows in no tier. Then nothing changes and the place is -1.
     """
     batch, max_pages = ledger.host_table.shape
-    real = (slot >= 0) & (slot < batch)
-    inside = jnp.where(real, slot, 0)
+    taken, inside = coordinator.look_up(ledger, slot)
     page = jnp.arange(max_pages, dtype=jnp.int32)
     written, full = page < num_pages, page < num_sealed
     complete, on_gpu = copied(ledger)[inside], standing(ledger)[inside]
     in_flight = ledger.transfer[inside] != 0
     counted = (num_sealed >= 0) & (num_sealed <= num_pages) & (num_pages <= ledger.tables.num_pages[inside])
     sound = ~jnp.any(written & ~complete & ~on_gpu) & ~jnp.any(in_flight & ~full)
-    legal = real & ledger.admitted[inside] & counted & sound
+    legal = taken & counted & sound
 
-    free_place = ~parking.taken
+    place, is_there = lowest_free(parking)
     pool, blocks, got = allocate(parking.pool, jnp.where(legal, num_pages, 0), max_count=max_pages)
-    roomy = jnp.any(free_place) & (got == Status.OK)
+    roomy = is_there & (got == Status.OK)
     ok = legal & roomy
-    place = jnp.argmax(free_place).astype(jnp.int32)
 
     copies = ok & written & ~complete
     plan = ParkPlan(
@@ -130,14 +128,15 @@ def park(
         source=jnp.where(copies, ledger.tables.resident[:, inside], NULL_BLOCK),
         host=jnp.where(copies, ledger.host_table[inside], NULL_BLOCK),
     )
-    row = jnp.where(ok, place, parking.taken.shape[0])
-    parked = parking.replace(
-        pool=pool,
-        base=parking.base.at[row].set(blocks, mode="drop"),
-        host_table=parking.host_table.at[row].set(ledger.host_table[inside], mode="drop"),
-        valid=parking.valid.at[row].set(full | (ledger.valid[inside] & written), mode="drop"),
-        num_pages=parking.num_pages.at[row].set(num_pages, mode="drop"),
-        pages_lost=parking.pages_lost.at[row].set(ledger.pages_lost[inside], mode="drop"),
+    parked = fill(
+        parking.replace(pool=pool),
+        place,
+        ok,
+        base=blocks,
+        host_table=ledger.host_table[inside],
+        valid=full | (ledger.valid[inside] & written),
+        num_pages=num_pages,
+        pages_lost=ledger.pages_lost[inside],
     )
     host, _ = touch(ledger.host, jnp.where(ok, ledger.host_table[inside], NULL_BLOCK))
     left, _ = coordinator.finish(ledger.replace(host=host), jnp.where(ok, slot, batch))
@@ -164,9 +163,7 @@ def unpark(
     and for a slot that is taken or outside 0..B-1. Then nothing changes.
     """
     known, inside = look_up(parking, place)
-    batch = ledger.host_table.shape[0]
-    real = (slot >= 0) & (slot < batch)
-    legal = known & ~parking.cached[inside] & real & ~ledger.admitted[jnp.where(real, slot, 0)]
+    legal = known & ~parking.cached[inside] & coordinator.is_vacant(ledger, slot)
     nobody = jnp.int32(0)
     back, plan, got = move_in(ledger, parking, inside, slot, legal, donor=nobody, num_donated=nobody)
     status = jnp.where(legal, got, Status.REFUSED).astype(jnp.int32)
@@ -269,20 +266,20 @@ def record(
     max_pages = parking.base.shape[1]
     page = jnp.arange(max_pages, dtype=jnp.int32)
     legal = (num_sealed >= 0) & (num_sealed <= num_pages) & (num_pages <= num_host) & (num_host >= 1) & (num_host <= max_pages)
-    free_place = ~parking.taken
+    place, is_there = lowest_free(parking)
     pool, blocks, got = allocate(parking.pool, jnp.where(legal, num_pages, 0), max_count=max_pages)
-    roomy = jnp.any(free_place) & (got == Status.OK)
+    roomy = is_there & (got == Status.OK)
     host, host_blocks, host_got = allocate(ledger.host, jnp.where(legal & roomy, num_host, 0), max_count=max_pages)
     ok = legal & roomy & (host_got == Status.OK)
-    place = jnp.argmax(free_place).astype(jnp.int32)
-    row = jnp.where(ok, place, parking.taken.shape[0])
-    taken = parking.replace(
-        pool=pool,
-        base=parking.base.at[row].set(blocks, mode="drop"),
-        host_table=parking.host_table.at[row].set(host_blocks, mode="drop"),
-        valid=parking.valid.at[row].set(page < num_sealed, mode="drop"),
-        num_pages=parking.num_pages.at[row].set(num_pages, mode="drop"),
-        pages_lost=parking.pages_lost.at[row].set(pages_lost, mode="drop"),
+    taken = fill(
+        parking.replace(pool=pool),
+        place,
+        ok,
+        base=blocks,
+        host_table=host_blocks,
+        valid=page < num_sealed,
+        num_pages=num_pages,
+        pages_lost=pages_lost,
     )
     short = jnp.where(host_got == Status.OK, Status.OK, Status.OUT_OF_HOST_BLOCKS)
     status = jnp.where(legal, jnp.where(roomy, short, Status.OUT_OF_PARKING), Status.REFUSED).astype(jnp.int32)
@@ -291,7 +288,7 @@ def record(
     return *after, blocks, host_blocks, jnp.where(ok, place, -1), status
 
 
-def most_resident(max_pages: int, hot_pages: int, tail_pages: int = 2) -> int:
+def most_resident(max_pages: int, hot_pages: int, tail_pages: int) -> int:
     """Most C4 pages that `unpark` brings back: no more than take as many blocks as the tail and a hot region."""
     return min(max_pages, tail_pages + hot_pages)
 
@@ -306,6 +303,17 @@ def look_up(parking: ParkingLedger, place: Int32[Array, ""]) -> tuple[Bool[Array
     real = (place >= 0) & (place < parking.taken.shape[0])
     inside = jnp.where(real, place, 0)
     return real & parking.taken[inside], inside
+
+
+def lowest_free(parking: ParkingLedger) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
+    """The free place of the lowest number, and whether there is one."""
+    return jnp.argmin(parking.taken).astype(jnp.int32), ~jnp.all(parking.taken)
+
+
+def fill(parking: ParkingLedger, place: Int32[Array, ""], ok: Bool[Array, ""], **columns: Array | int | bool) -> ParkingLedger:
+    """The row of `place` in each of `columns` set to its value, where `ok`."""
+    row = jnp.where(ok, place, parking.taken.shape[0])
+    return parking.replace(**{name: getattr(parking, name).at[row].set(x, mode="drop") for name, x in columns.items()})
 
 
 def _demand(ledger: Ledger, num_pages: Int32[Array, ""]) -> tuple[Int32[Array, ""], Int32[Array, ""]]:
@@ -325,13 +333,5 @@ def _deal(blocks: Int32[Array, " M"], first, groups: int, pages: Bool[Array, " n
 def _vacate(parking: ParkingLedger, place: Int32[Array, ""], ok: Bool[Array, ""]) -> ParkingLedger:
     """The place is free and its parking blocks are back, where `ok`."""
     pool, _ = free(parking.pool, jnp.where(ok, parking.base[place, ::-1], NULL_BLOCK))
-    row = jnp.where(ok, place, parking.taken.shape[0])
-    return parking.replace(
-        pool=pool,
-        base=parking.base.at[row].set(NULL_BLOCK, mode="drop"),
-        host_table=parking.host_table.at[row].set(NULL_BLOCK, mode="drop"),
-        valid=parking.valid.at[row].set(False, mode="drop"),
-        num_pages=parking.num_pages.at[row].set(0, mode="drop"),
-        pages_lost=parking.pages_lost.at[row].set(0, mode="drop"),
-        cached=parking.cached.at[row].set(False, mode="drop"),
-    )
+    empty = dict(base=NULL_BLOCK, host_table=NULL_BLOCK, valid=False, num_pages=0, pages_lost=0, cached=False)
+    return fill(parking.replace(pool=pool), place, ok, **empty)

@@ -14,9 +14,20 @@ Source: hisparse.md 10.1 and 10.2.
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from hisparse_jax import coordinator
 from hisparse_jax.block_pool import allocate, touch
 from hisparse_jax.coordinator import Ledger
-from hisparse_jax.parking_ledger import ParkingLedger, ParkPlan, ResumePlan, blocks_to_resume, keep, look_up, move_in
+from hisparse_jax.parking_ledger import (
+    ParkingLedger,
+    ParkPlan,
+    ResumePlan,
+    blocks_to_resume,
+    fill,
+    keep,
+    look_up,
+    lowest_free,
+    move_in,
+)
 from hisparse_jax.spill import standing
 from hisparse_jax.status import NULL_BLOCK, Status
 
@@ -42,9 +53,8 @@ def publish(
     host copy or with a transfer pending, no full page at all, other counts that do not fit, and a `like` with fewer full
     pages. Then nothing changes and the place is -1.
     """
-    batch, max_pages = ledger.host_table.shape
-    real = (slot >= 0) & (slot < batch)
-    inside = jnp.where(real, slot, 0)
+    max_pages = ledger.host_table.shape[1]
+    taken, inside = coordinator.look_up(ledger, slot)
     known, older = look_up(parking, like)
     page = jnp.arange(max_pages, dtype=jnp.int32)
     full, shared = page < num_sealed, page < num_shared
@@ -54,14 +64,13 @@ def publish(
     durable = jnp.all(~full | (ledger.valid[inside] & (ledger.transfer[inside] == 0)))
     on_gpu = jnp.all(~tail | standing(ledger)[inside])
     shareable = (num_shared == 0) | (known & parking.cached[older] & jnp.all(~shared | parking.valid[older]))
-    legal = real & ledger.admitted[inside] & counted & durable & on_gpu & shareable
+    legal = taken & counted & durable & on_gpu & shareable
 
     pool, blocks, got = allocate(parking.pool, jnp.where(legal, num_pages - num_shared, 0), max_count=max_pages)
     host, last, host_got = allocate(ledger.host, jnp.where(legal, num_pages - num_sealed, 0), max_count=1)
-    free_place = ~parking.taken
-    roomy = jnp.any(free_place) & (got == Status.OK)
+    place, is_there = lowest_free(parking)
+    roomy = is_there & (got == Status.OK)
     ok = legal & roomy & (host_got == Status.OK)
-    place = jnp.argmax(free_place).astype(jnp.int32)
 
     copied = ok & ~shared & (page < num_pages)
     parked = jnp.where(copied, blocks[jnp.maximum(page - num_shared, 0)], NULL_BLOCK)
@@ -76,15 +85,8 @@ def publish(
         source=jnp.where((ok & tail)[None], ledger.tables.resident[:, inside], NULL_BLOCK),
         host=jnp.where(ok & tail, host_row, NULL_BLOCK),
     )
-    row = jnp.where(ok, place, parking.taken.shape[0])
-    cached = parking.replace(
-        pool=pool,
-        base=parking.base.at[row].set(base, mode="drop"),
-        host_table=parking.host_table.at[row].set(host_row, mode="drop"),
-        valid=parking.valid.at[row].set(full, mode="drop"),
-        num_pages=parking.num_pages.at[row].set(num_pages, mode="drop"),
-        cached=parking.cached.at[row].set(True, mode="drop"),
-    )
+    columns = dict(base=base, host_table=host_row, valid=full, num_pages=num_pages, cached=True)
+    cached = fill(parking.replace(pool=pool), place, ok, **columns)
     short = jnp.where(roomy, Status.OUT_OF_HOST_BLOCKS, Status.OUT_OF_PARKING)
     status = jnp.where(legal, jnp.where(ok, Status.OK, short), Status.REFUSED).astype(jnp.int32)
     return keep(ok, ledger.replace(host=host), ledger), keep(ok, cached, parking), plan, jnp.where(ok, place, -1), status
@@ -113,8 +115,7 @@ def adopt(
     """
     batch, max_pages = ledger.host_table.shape
     known, inside = look_up(parking, place)
-    real = (slot >= 0) & (slot < batch)
-    legal = known & parking.cached[inside] & real & ~ledger.admitted[jnp.where(real, slot, 0)]
+    legal = known & parking.cached[inside] & coordinator.is_vacant(ledger, slot)
     legal = legal & (num_pages >= parking.num_pages[inside]) & (num_pages <= max_pages)
     full = parking.valid[inside]
     num_full = jnp.sum(full, dtype=jnp.int32)

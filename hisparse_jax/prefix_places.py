@@ -26,6 +26,7 @@ from hisparse_jax.spill import SpillPlan
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import Status
 from hisparse_jax.steps import traces
+from hisparse_jax.tiered import reset_traffic
 
 
 def publish(
@@ -112,10 +113,9 @@ def _plan_adopt(
     ledger, plan, status = prefix_ledger.adopt(roomy.ledger, places, place, slot, num_pages)
     ok = status == Status.OK
     mask = (jnp.arange(layout.cache.max_requests, dtype=jnp.int32) == slot) & ok
-    traffic = jax.tree.map(lambda x: jnp.where(mask, 0, x), roomy.traffic)
     state = state.replace(
         ledger=keep(ok, ledger, state.ledger),
         hot_maps=tuple(reset_requests(m, mask) for m in state.hot_maps),
-        traffic=keep(ok, traffic, state.traffic),
+        traffic=keep(ok, reset_traffic(roomy.traffic, mask), state.traffic),
     )
     return state, plan, keep(ok, given_up, jax.tree.map(jnp.zeros_like, given_up)), status

@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64
@@ -50,6 +51,13 @@ class Request:
     stop_token: int = -1
     tenant: bytes = b""
     """Requests share cached prefixes within a tenant alone. No token depends on it."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """As keywords of a twin's `admit`; the last token sampled is never computed."""
+        return dict(
+            max_new_tokens=self.max_new_tokens - 1, seed=self.seed, temperature=self.temperature, stop_token=self.stop_token
+        )
 
     @property
     def limit(self) -> int:

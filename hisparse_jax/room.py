@@ -78,7 +78,7 @@ def plan_room(ledger: Ledger, needed: Int32[Array, ""], layout: CacheLayout, *, 
         return reclaim.release_history(ledger, ledger.tables.num_pages > 0, max_pages=max_pages)
     if layout.cache.reclaim == "unpin":
         return unpin.plan_copies(ledger, needed, layout.watermark, layout.window_pages, max_pages=max_pages)
-    return reclaim.reclaim(ledger, jnp.maximum(needed - ledger.tables.pool.num_free, 0), max_pages=max_pages)
+    return reclaim.reclaim(ledger, needed - ledger.tables.pool.num_free, max_pages=max_pages)
 
 
 def unpin_copied(ledger: Ledger, needed: Int32[Array, ""], layout: CacheLayout) -> Ledger:

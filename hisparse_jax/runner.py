@@ -129,10 +129,7 @@ class Runner:
             slot,
             request.prompt,
             layout=self.layout,
-            max_new_tokens=request.max_new_tokens - 1,
-            seed=request.seed,
-            temperature=request.temperature,
-            stop_token=request.stop_token,
+            **request.options,
         )
 
     def adopt(self, place: int, slot: int, request: Request, length: int) -> Status:
@@ -146,10 +143,7 @@ class Runner:
             request.prompt,
             length,
             layout=self.layout,
-            max_new_tokens=request.max_new_tokens - 1,
-            seed=request.seed,
-            temperature=request.temperature,
-            stop_token=request.stop_token,
+            **request.options,
         )
         return status
 

@@ -20,10 +20,7 @@ def solo(
         0,
         request.prompt,
         layout=layout,
-        max_new_tokens=request.max_new_tokens - 1,
-        seed=request.seed,
-        temperature=request.temperature,
-        stop_token=request.stop_token,
+        **request.options,
     )
     state, output, status = resident.prefill(model, state, 0, request.prompt, layout=layout)
     raise_for_status(status, "prefill")

@@ -33,7 +33,7 @@ from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.span import make_span
 from hisparse_jax.sequences import Sequences, sample
-from hisparse_jax.steps import Stretch
+from hisparse_jax.steps import Stretch, stack_indices
 
 
 @runtime_checkable
@@ -121,8 +121,7 @@ def verify_stretch(
         last = jnp.take_along_axis(sampled, jnp.maximum(kept - 1, 0)[:, None], axis=1)[:, 0]
         stopped = active & (stops | (length >= seq.limit))
         seq = seq.replace(length=length, token=jnp.where(active, last, seq.token), running=seq.running & ~stopped)
-        indices = jnp.stack([selection.indices for selection in selections])
-        return seq, layers, cache, _record(out, part.first + i, count, kept, sampled, logits, indices)
+        return seq, layers, cache, _record(out, part.first + i, count, kept, sampled, logits, stack_indices(selections))
 
     return jax.lax.fori_loop(0, part.count, step, (sequences, layers, cache, output))
 

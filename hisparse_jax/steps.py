@@ -90,7 +90,7 @@ def compute_chunk(
         length=sequences.length.at[slot].add(count),
         token=sequences.token.at[slot].set(jnp.where(count > 0, token[0], sequences.token[slot])),
     )
-    return sequences, layers, cache, logits, _stack_indices(selections, layout)[:, 0]
+    return sequences, layers, cache, logits, stack_indices(selections)[:, 0]
 
 
 def run_stretches(stretch, state, output, num_steps: Int32[Array, ""], forced, layout: CacheLayout, *, step_tokens: int = 1):
@@ -154,10 +154,11 @@ def _record(out: DecodeOutput, at, active, token, logits, selections: tuple[Sele
     if out.logits is not None:
         out = out.replace(logits=out.logits.at[:, at].set(jnp.where(active[:, None], logits, 0)))
     if out.indices is not None:
-        picked = jnp.where(active[None, :, None], _stack_indices(selections, layout)[:, :, 0], -1)
+        picked = jnp.where(active[None, :, None], stack_indices(selections)[:, :, 0], -1)
         out = out.replace(indices=out.indices.at[:, :, at].set(picked))
     return out
 
 
-def _stack_indices(selections: tuple[Selection, ...], layout: CacheLayout) -> Int32[Array, "L4 R T K"]:
+def stack_indices(selections: tuple[Selection, ...]) -> Int32[Array, "L4 R T K"]:
+    """What each C4 layer selected, in model order."""
     return jnp.stack([selection.indices for selection in selections])

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, Bool, Int32, UInt8
 
 from hisparse_jax import pages, transfer
 from hisparse_jax.config import C4
@@ -43,6 +43,11 @@ class Traffic(struct.PyTreeNode):
 def init_traffic(batch: int) -> Traffic:
     """Nothing moved yet. Every leaf is a buffer of its own, as donation needs."""
     return Traffic(*(jnp.zeros(batch, jnp.int32) for _ in range(4)))
+
+
+def reset_traffic(traffic: Traffic, mask: Bool[Array, " B"]) -> Traffic:
+    """The requests in `mask` have moved nothing; the others are untouched."""
+    return jax.tree.map(lambda x: jnp.where(mask, 0, x), traffic)
 
 
 class HostEntries(EntryCache):

@@ -13,7 +13,6 @@ for people goes to stderr; the last line of stdout is JSON. Exit code 0; 2: bad 
 import dataclasses
 import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jaxtyping import Array, Int32
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +27,7 @@ from rich.table import Table
 from hisparse_jax import coordinator, room
 from hisparse_jax.block_pool import allocate
 from hisparse_jax.block_tables import blocks_wanted
+from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.coordinator import Ledger
 from hisparse_jax.layout import CacheLayout, plan_layout
@@ -150,9 +149,4 @@ def as_table(rows: list[dict[str, Any]]) -> Table:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
-    try:
-        sys.exit(main(arguments))
-    except ConfigError as error:
-        stderr.print(f"bench_coordinator: {error}", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(2)
+    run_command(main, Args, __doc__)

@@ -22,7 +22,6 @@ import dataclasses
 import inspect
 import json
 import os
-import sys
 import time
 from typing import Any, Literal
 from unittest import mock
@@ -32,7 +31,6 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from device_times import device_times
 from filled_cache import filled
 from rich.console import Console
@@ -40,15 +38,14 @@ from rich.table import Table
 
 from hisparse_jax import decode, resident, transfer
 from hisparse_jax.capacity import min_gpu_blocks
+from hisparse_jax.command import run_command
 from hisparse_jax.config import C4, CacheConfig, ConfigError, ModelConfig, preset
-from hisparse_jax.ffi import FfiError
-from hisparse_jax.generation import resident_layout
+from hisparse_jax.generation import random_model, resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import Attention, DeepseekV4
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import TierError
 from hisparse_jax.traces import make_trace
-from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True, width=140)
 HIT_OR_MISS = slice(2, 4)
@@ -85,6 +82,11 @@ class Args:
     only: str = ""
     """Names of the runs to make, parted by commas; all where empty."""
     seed: int = 0
+
+    @property
+    def all_steps(self) -> int:
+        """Decode steps of one run."""
+        return (self.warmup + self.calls + self.profile) * self.steps
 
 
 @dataclasses.dataclass
@@ -127,9 +129,8 @@ def model_of(args: Args) -> ModelConfig:
 
 def plan(args: Args, model: ModelConfig) -> list[Run]:
     """Every run's layout: one slab for all but the last two."""
-    steps = (args.warmup + args.calls + args.profile) * args.steps
     few, many = args.resident_requests, args.most_requests
-    limit = args.context + steps
+    limit = args.context + args.all_steps
     cache = CacheConfig(
         max_model_len=limit, max_requests=few, gpu_blocks=2, host_blocks=2, reclaim=args.reclaim, chunk_tokens=2_048
     )
@@ -166,7 +167,7 @@ def skip_copies(slab, *_, **__):
 
 def selections(run: Run, args: Args) -> np.ndarray:
     """i32[L4, steps, B, K]: a trace per layer and request. Requests share two walks, each under entry numbers of its own."""
-    model, steps, batch = run.layout.model, (args.warmup + args.calls + args.profile) * args.steps, run.layout.cache.max_requests
+    model, steps, batch = run.layout.model, args.all_steps, run.layout.cache.max_requests
     entries, picked = args.context // C4, []
     for layer in model.c4_layers:
         walks = make_trace(steps, 2, model.index_topk, entries, 2 * model.index_topk, seed=args.seed + layer).topk
@@ -206,9 +207,8 @@ def compile_run(run: Run, model: DeepseekV4, state: Any, picked: jax.Array | Non
 
 def measure(run: Run, model: DeepseekV4, args: Args) -> None:
     """Fills a cache, compiles, warms up, times; keeps what there is to compare."""
-    steps = (args.warmup + args.calls + args.profile) * args.steps
     begin = time.perf_counter()
-    state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=steps, seed=args.seed)
+    state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=args.all_steps, seed=args.seed)
     picked = jnp.asarray(selections(run, args)) if args.selections == "traced" else None
     jax.block_until_ready(state)
     filled_at = time.perf_counter()
@@ -316,8 +316,7 @@ def main(args: Args) -> int:
     if unknown := sorted(set(wanted) - {run.name for run in planned}):
         raise ConfigError(f"--only names no run {unknown[0]!r}; there are {', '.join(run.name for run in planned)}.")
     planned = [run for run in planned if not wanted or run.name in wanted]
-    dtype = jnp.float32 if planned[0].layout.cache.rows == "f32" else jnp.bfloat16
-    model = DeepseekV4(config, init_weights(config, args.seed, dtype))
+    model = random_model(config, planned[0].layout.cache.rows, args.seed)
     runs: dict[str, Run] = {}
     for run in planned:
         measure(run, model, args)
@@ -337,8 +336,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(tyro.cli(Args, description=__doc__)))
-    except (ConfigError, FfiError, TierError) as error:
-        print(f"bench_decode: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_command(main, Args, __doc__)

@@ -15,29 +15,22 @@ import json
 import math
 import os
 import statistics
-import sys
 from typing import Any
 
 if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short run on a CPU is compilation
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, ConfigError, preset
-from hisparse_jax.ffi import FfiError
-from hisparse_jax.generation import Generation, compare, generate, least_gpu_blocks, resident_layout
+from hisparse_jax.generation import Generation, compare, generate, least_gpu_blocks, random_model, resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
-from hisparse_jax.model.blocks import DeepseekV4
-from hisparse_jax.prompts import PromptError
-from hisparse_jax.status import TierError
 from hisparse_jax.tiered import COUNT_NAMES
-from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True, width=160)
 
@@ -71,8 +64,7 @@ def main(args: Args) -> int:
         raise ConfigError(f"samples={args.samples} and requests={args.requests} must be positive, shares={args.shares} in 0..1.")
     prompts = make_prompts(args)
     layouts = {(share, policy): plan(args, prompts, share, policy) for share in args.shares for policy in args.policies}
-    dtype = jnp.float32 if args.rows == "f32" else jnp.bfloat16
-    model = DeepseekV4(preset(args.model), init_weights(preset(args.model), args.seed, dtype))
+    model = random_model(preset(args.model), args.rows, args.seed)
     options = {"max_new_tokens": args.steps + 1, "seed": args.seed, "temperature": 1.0}
     twin = generate(model, prompts, resident_layout(next(iter(layouts.values()))), twin="resident", **options)
     runs: dict[tuple[float, str], list[Generation]] = {key: [] for key in layouts}
@@ -150,9 +142,4 @@ def as_table(rows: list[dict[str, Any]], twin: Generation) -> Table:
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
-    try:
-        sys.exit(main(arguments))
-    except (ConfigError, PromptError, TierError, FfiError) as error:
-        stderr.print(f"bench_reclaim: {error}", highlight=False, soft_wrap=True, markup=False)
-        sys.exit(2)
+    run_command(main, Args, __doc__)

@@ -16,7 +16,7 @@ from hisparse_jax import decode, ffi, resident
 from hisparse_jax.config import C4, C128
 from hisparse_jax.layer_state import LayerState
 from hisparse_jax.layout import CacheLayout
-from hisparse_jax.prompts import start_running
+from hisparse_jax.prompts import chunk_schedule, start_running
 from hisparse_jax.resident import ResidentState
 from hisparse_jax.rows import RowFormat
 from hisparse_jax.sequences import committed
@@ -71,8 +71,7 @@ def _admitted_tiered(layout: CacheLayout, contexts: Sequence[int], max_new_token
     state = decode.init_state(layout)
     for slot, tokens in enumerate(contexts):
         state = decode.admit(state, slot, (0,) * tokens, layout=layout, max_new_tokens=max_new_tokens)
-        for begin in range(0, tokens, layout.cache.chunk_tokens):
-            count = min(layout.cache.chunk_tokens, tokens - begin)
+        for begin, count in chunk_schedule(0, tokens, layout.cache.chunk_tokens):
             state, plan, status = decode.prepare_chunk(state, jnp.int32(slot), jnp.int32(count), layout=layout)
             raise_for_status(int(status), f"chunk at token {begin} of request {slot}")
             state = decode.commit_backup(_grown(state, slot, count), plan, layout=layout)
@@ -86,8 +85,7 @@ def _admitted_resident(layout: CacheLayout, contexts: Sequence[int], max_new_tok
     state = resident.init_state(layout)
     for slot, tokens in enumerate(contexts):
         state = resident.admit(state, slot, (0,) * tokens, layout=layout, max_new_tokens=max_new_tokens)
-        for begin in range(0, tokens, layout.cache.chunk_tokens):
-            count = min(layout.cache.chunk_tokens, tokens - begin)
+        for begin, count in chunk_schedule(0, tokens, layout.cache.chunk_tokens):
             state, status = resident.prepare_chunk(state, jnp.int32(slot), jnp.int32(count), layout=layout)
             raise_for_status(int(status), f"chunk at token {begin} of request {slot}")
             state = _grown(state, slot, count)
@@ -118,8 +116,7 @@ def _pages(names: Int32[Array, " M"], key, fmt: RowFormat, entries: int, spread:
         values = jax.random.normal(rows, (entries, fmt.channels))
         return values * jnp.exp(spread * jax.random.normal(lengths, (entries, 1)))
 
-    dtype = jnp.float32 if fmt.name == "f32" else jnp.bfloat16
-    return fmt.join_page(fmt.pack(jax.vmap(one)(names).astype(dtype)))
+    return fmt.join_page(fmt.pack(jax.vmap(one)(names).astype(fmt.compute_dtype)))
 
 
 @functools.partial(jax.jit, static_argnames="offset", donate_argnums=0)
@@ -141,10 +138,11 @@ def _layers(layers: tuple[LayerState, ...], key, entry: RowFormat) -> tuple[Laye
     def random(x, name: int):
         return None if x is None else jax.random.normal(jax.random.fold_in(key, name), x.shape)
 
-    dtype = jnp.float32 if entry.name == "f32" else jnp.bfloat16
     return tuple(
         LayerState(
-            window=entry.pack(jax.random.normal(jax.random.fold_in(key, 3 * i), (*x.window.shape[:2], entry.channels), dtype)),
+            window=entry.pack(
+                jax.random.normal(jax.random.fold_in(key, 3 * i), (*x.window.shape[:2], entry.channels), entry.compute_dtype)
+            ),
             ring=random(x.ring, 3 * i + 1),
             index_ring=random(x.index_ring, 3 * i + 2),
         )

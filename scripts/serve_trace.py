@@ -15,7 +15,6 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Iterator, Mapping
 
@@ -23,26 +22,20 @@ if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short 
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import soak
-import tyro
 from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.table import Table
 
+from hisparse_jax.command import run_command
 from hisparse_jax.config import ConfigError, preset
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
-from hisparse_jax.ffi import FfiError
+from hisparse_jax.generation import random_model
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.metrics import PAGE_STATES, REQUEST_STATES, Snapshot, prometheus_text
-from hisparse_jax.model.blocks import DeepseekV4
-from hisparse_jax.prompts import PromptError
-from hisparse_jax.status import TierError
 from hisparse_jax.tiered import COUNT_NAMES
-from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True)
 
@@ -106,8 +99,7 @@ def main(args: Args) -> int:
     )  # fmt: skip
     arrivals = make_trace(args, layout)
     write_metrics(args, None)
-    config, dtype = preset(args.model), jnp.float32 if args.rows == "f32" else jnp.bfloat16
-    model = DeepseekV4(config, init_weights(config, args.seed, dtype))
+    model = random_model(preset(args.model), args.rows, args.seed)
     settings = EngineConfig(call_steps=args.call_steps, growth_reserve=args.growth_reserve, patience=args.patience)
     engine = Engine(model, layout, settings, threaded=False)
     begin = time.perf_counter()
@@ -264,10 +256,4 @@ def summary(args: Args, layout: CacheLayout, last: Snapshot, seconds: float) -> 
 
 
 if __name__ == "__main__":
-    arguments = tyro.cli(Args, description=__doc__)
-    with contextlib.suppress(BrokenPipeError):
-        try:
-            sys.exit(main(arguments))
-        except (ConfigError, PromptError, TierError, FfiError) as error:
-            stderr.print(f"[red]serve_trace:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
-            sys.exit(2)
+    run_command(main, Args, __doc__)

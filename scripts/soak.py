@@ -21,7 +21,6 @@ if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short 
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=fast_compile")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import psutil
 from rich.console import Console
@@ -34,14 +33,13 @@ from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, preset
 from hisparse_jax.drafts import Drafter, prompt_lookup
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
-from hisparse_jax.generation import resident_layout
+from hisparse_jax.generation import random_model, resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.metrics import Snapshot
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.solo import solo
 from hisparse_jax.steps import traces
 from hisparse_jax.tiered import COUNT_NAMES
-from hisparse_jax.weights import init_weights
 
 stderr = Console(stderr=True)
 
@@ -130,8 +128,7 @@ def main(args: Args) -> int:
 def soak(args: Args, breaches: list[str]) -> dict:
     """Serves, audits, compares; breaches are added to the list."""
     layout = plan(args)
-    config = preset(args.model)
-    model = DeepseekV4(config, init_weights(config, args.seed, jnp.float32 if args.rows == "f32" else jnp.bfloat16))
+    model = random_model(preset(args.model), args.rows, args.seed)
     rng = np.random.default_rng(args.seed)
     settings = EngineConfig(
         call_steps=args.call_steps,

@@ -19,12 +19,11 @@ import numpy as np
 import pytest
 
 from hisparse_jax.config import CacheConfig, ModelConfig, preset
-from hisparse_jax.generation import TWINS
+from hisparse_jax.generation import TWINS, random_model
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import Status
-from hisparse_jax.weights import init_weights
 
 DEMO = dataclasses.replace(
     preset("demo"), hidden_size=64, num_attention_heads=2, q_lora_rank=32, o_lora_rank=16, n_routed_experts=4,
@@ -68,8 +67,8 @@ class Played:
 
 @functools.cache
 def build(config: ModelConfig, rows: str) -> DeepseekV4:
-    """The model with random weights; f32 rows compute in float32."""
-    return DeepseekV4(config, init_weights(config, 0, jnp.float32 if rows == "f32" else jnp.bfloat16))
+    """The model with random weights, made once."""
+    return random_model(config, rows)
 
 
 def text(length: int, seed: int = 0, vocab: int = 256) -> tuple[int, ...]:

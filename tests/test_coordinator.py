@@ -48,6 +48,10 @@ def counts(*values: int):
     return jnp.asarray((*values, *[0] * (BATCH - len(values))), jnp.int32)
 
 
+def lacking(ledger: Ledger, *new_pages: int) -> int:
+    return int(block_tables.blocks_wanted(ledger.tables, counts(*new_pages))) - num_free(ledger)
+
+
 def cells(slot: int, *pages: int):
     return jnp.zeros((BATCH, PAGES), bool).at[slot, jnp.asarray(pages)].set(True)
 
@@ -171,7 +175,7 @@ def test_d2_one_prompt_of_twice_the_pool_gets_through():
         ledger, (status, *_), _ = grow(ledger, 2)
         if status is Status.OUT_OF_BLOCKS:
             refusals += 1
-            ledger, _ = reclaimed(ledger, int(block_tables.blocks_short(ledger.tables, counts(2))))
+            ledger, _ = reclaimed(ledger, lacking(ledger, 2))
             ledger, (status, *_), _ = grow(ledger, 2)
         assert status is Status.OK
         ledger = seal(ledger, counts(grown + 2))
@@ -183,9 +187,8 @@ def test_d4_reclaim_serves_a_request_that_only_waits():
     ledger, _ = admit(leave_free(with_requests(40), 3), 1, 4)
     _, (_, status, _), _ = grow(ledger, 0, 4)
     assert status is Status.OUT_OF_BLOCKS
-    lacking = block_tables.blocks_short(ledger.tables, counts(0, 4))
-    assert int(lacking) == 4 * GROWING - 3
-    ledger, _ = reclaimed(ledger, int(lacking))
+    assert lacking(ledger, 0, 4) == 4 * GROWING - 3
+    ledger, _ = reclaimed(ledger, lacking(ledger, 0, 4))
     _, (_, status, _), _ = grow(ledger, 0, 4)
     assert status is Status.OK
 

@@ -358,7 +358,7 @@ def test_the_search_finds_the_least_bytes_per_request(ratios, max_model_len, hot
         if m * P >= base
     }
     assert layout.stride == max(m for m, cost in costs.items() if cost == min(costs.values())) * P
-    steady = steady_blocks(1, layout.num_resident_groups, pages, layout.hot_pages)
+    steady = steady_blocks(1, layout.num_resident_groups, pages, layout.hot_pages, layout.cache.tail_pages)
     assert steady * layout.stride == min(costs.values()) * P
 
 

@@ -48,7 +48,7 @@ cache = CacheConfig(
 )  # fmt: skip
 layout = plan_layout(FLASH, cache)
 state, lot, number, row = state_specs(layout), parking_specs(layout), spec((), jnp.int32), (ids(1), ids(1))
-pages, back = ids(layout.max_pages), ids(most_resident(layout.max_pages, layout.hot_pages))
+pages, back = ids(layout.max_pages), ids(most_resident(layout.max_pages, layout.hot_pages, layout.cache.tail_pages))
 base, resident = (pages,) * layout.num_base_groups, (pages,) * layout.num_resident_groups
 for name, *rest in (
     ("_copy_out", number, row, base, pages, resident, pages),
