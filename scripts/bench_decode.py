@@ -185,7 +185,7 @@ def traced(picked: jax.Array, context: int):
     def select(self, x, qr, span, cache, led, layout):
         own = scored(self, x, qr, span, cache, led, layout)
         number = layout.model.c4_layers.index(self.layer)
-        rows = picked[number, jnp.maximum(span.start - context, 0), span.slots][:, None]
+        rows = picked[number, jnp.maximum(span.start - context, 0), span.rows][:, None]
         return own.replace(indices=jnp.where(own.indices < -1, own.indices, jnp.where(span.valid[..., None], rows, -1)))
 
     return select

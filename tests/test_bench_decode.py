@@ -24,6 +24,14 @@ def test_tiered_holds_more_and_equals_all_resident(capsys, monkeypatch):
     assert runs["tiered"]["pages_lost"] > 0.5 and runs["tiered"]["missing"] > 0 and runs["same-tiered"]["pages_lost"] == 0
 
 
+def test_what_the_trace_selects_goes_through_the_tiers(capsys, monkeypatch):
+    monkeypatch.syspath_prepend(SCRIPTS)
+    code, out, err = run_script("bench_decode.py", *SMALL, "--only", "tiered,all-resident", capsys=capsys)
+    assert code == 0, err
+    result = json.loads(out.splitlines()[-1])
+    assert result["differences"] == [] and result["runs"][0]["pages_lost"] > 0.5 and result["runs"][0]["missing"] > 0
+
+
 def test_a_difference_between_runs_is_named(monkeypatch):
     monkeypatch.syspath_prepend(SCRIPTS)
     script = runpy.run_path(str(SCRIPTS / "bench_decode.py"), run_name="bench_decode")
