@@ -7,7 +7,7 @@
 #
 # PYTHON    the interpreter (python3)
 # WHEELS    folder of wheels for what this machine's python lacks (tyro, beartype, ...); installed beside it, not into it
-# SANITIZE  1: compute-sanitizer memcheck and racecheck on the small gpu tests, as a fifth stage
+# SANITIZE  1: compute-sanitizer memcheck and racecheck on the small gpu tests too
 # STAGES    which stages run: "build test bench generate" by default; "decode" (scripts/bench_decode.py) takes minutes more
 # BENCH, PYTEST, DECODE   further arguments of those stages
 set -u -o pipefail
@@ -120,15 +120,32 @@ else
   fi
 fi
 
+# One process for each tool and file, all at once: one that crashes takes no other with it.
 if [[ ${SANITIZE:-0} == 1 ]]; then
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
+  sanitize() {  # TOOL FILE
+    timeout --kill-after=20 "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
+      "$PYTHON" -m pytest -m gpu -v -k "${SANITIZE_TESTS:-(small and cuda and fp8) or (small_steps and cuda) or small_rows or (equals_resolve and small and fp8)}" \
+      "${pytest_options[@]}" $(has xdist && echo "-n=0") "tests/test_$2_gpu.py" >"$OUT/$1-$2.log" 2>&1
+    echo "exit $?" >>"$OUT/$1-$2.log"
+  }
+  runs=()
+  begin=$SECONDS
   for tool in memcheck racecheck; do
-    stage "$tool" "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$tool" --error-exitcode 9 --target-processes all \
-      "$PYTHON" -m pytest -m gpu -q -x -k "${SANITIZE_TESTS:-(small and cuda and fp8) or (small_steps and cuda) or small_rows or (equals_resolve and small and fp8)}" \
-      "${pytest_options[@]}" $(has xdist && echo "-n=0") \
-      tests/test_transfer_gpu.py tests/test_resolve_gpu.py tests/test_topk_select_gpu.py tests/test_resolve_and_gather_gpu.py
-    grep -E "ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|not supported" "$OUT/$tool.log" | tail -n 4
+    for file in transfer resolve topk_select resolve_and_gather; do
+      sanitize "$tool" "$file" &
+      runs+=("$tool-$file")
+    done
   done
+  wait
+  for name in "${runs[@]}"; do
+    said=$(grep -E "ERROR SUMMARY|RACECHECK SUMMARY|passed|failed|not supported|^exit" "$OUT/$name.log" | sed 's/=========//; s/=\{2,\}//g' | tr -s ' \n' ' ')
+    summary+=("$(printf '%-30s %s' "$name" "$said")")
+    [[ $said == *"exit 0"* ]] || { failed=1; grep -vE "PASSED" "$OUT/$name.log" | tail -n 30; }
+    { echo "== $name"; cat "$OUT/$name.log"; } >>"$OUT/sanitize.log"
+    rm "$OUT/$name.log"
+  done
+  summary+=("$(printf '%-10s %4d s  %s' sanitize $((SECONDS - begin)) "$OUT/sanitize.log")")
 fi
 
 echo "== summary ($SECONDS s)"
