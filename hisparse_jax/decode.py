@@ -18,6 +18,7 @@ from hisparse_jax.hot_map import reset_requests
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.numerics import border
+from hisparse_jax.programs import program
 from hisparse_jax.prompts import (
     ChunkOutput,
     PrefillOutput,
@@ -99,7 +100,7 @@ def plan_tail_backup(state: TieredState, slot: Int32[Array, ""], *, layout: Cach
     return state.replace(ledger=ledger), plan
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "all_logits"), donate_argnames="state")
+@program("layout", "all_logits")
 def prefill_chunk(
     model: DeepseekV4,
     state: TieredState,
@@ -241,11 +242,7 @@ def _page_ids(plan: SpillPlan | None, layout: CacheLayout):
     return tuple(ffi.pinned_ids(blocks) for blocks in np.asarray(plan.source)), ffi.pinned_ids(np.asarray(plan.host))
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("layout", "max_steps", "return_logits", "return_indices", "metrics"),
-    donate_argnames="state",
-)
+@program("layout", "max_steps", "return_logits", "return_indices", "metrics")
 def decode_steps(
     model: DeepseekV4,
     state: TieredState,
@@ -270,11 +267,7 @@ def decode_steps(
     return run_stretches(stretch, state, output, num_steps, forced, layout)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("layout", "max_steps", "return_logits", "return_indices", "metrics"),
-    donate_argnames="state",
-)
+@program("layout", "max_steps", "return_logits", "return_indices", "metrics")
 def verify_steps(
     model: DeepseekV4,
     state: TieredState,

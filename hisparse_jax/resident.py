@@ -18,6 +18,7 @@ from hisparse_jax.layer_state import LayerState, init_layer_states
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.model.span import Span
+from hisparse_jax.programs import program
 from hisparse_jax.prompts import (
     ChunkOutput,
     PrefillOutput,
@@ -97,7 +98,7 @@ def prepare_chunk(
     return state.replace(tables=tables), status[slot]
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "all_logits"), donate_argnames="state")
+@program("layout", "all_logits")
 def prefill_chunk(
     model: DeepseekV4,
     state: ResidentState,
@@ -177,7 +178,7 @@ def end_prefill(state: ResidentState, slot: int) -> ResidentState:
     return state.replace(sequences=start_running(state.sequences, slot))
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "max_steps", "return_logits", "return_indices"), donate_argnames="state")
+@program("layout", "max_steps", "return_logits", "return_indices")
 def decode_steps(
     model: DeepseekV4,
     state: ResidentState,
@@ -201,7 +202,7 @@ def decode_steps(
     return run_stretches(stretch, state, output, num_steps, forced, layout)
 
 
-@functools.partial(jax.jit, static_argnames=("layout", "max_steps", "return_logits", "return_indices"), donate_argnames="state")
+@program("layout", "max_steps", "return_logits", "return_indices")
 def verify_steps(
     model: DeepseekV4,
     state: ResidentState,

@@ -1,11 +1,12 @@
 """What do the tiers cost, and what do they buy? Decode of long requests through the tiers beside the fully resident twin.
 
-Six runs of one model and one context length, each a jitted loop of decode steps over a filled cache (no prompt is computed):
+Seven runs of one model and one context length, each a jitted loop of decode steps over a filled cache (no prompt is computed):
 
     resident      as many requests as the slab holds when everything must fit
     same-tiered   the same requests on the same slab through the tiers: nothing is lost, so this is the price of the machinery
     tiered        as many requests as the same slab holds when history may leave
     no-copies     the same with the swap-in of missing rows left out (wrong numbers, right time): the price of the link
+    graph         tiered again, its loop over steps captured as one CUDA graph
     all-resident  the same requests on a slab that holds them all: what nothing but more memory could give
     all-tiered    those through the tiers: nothing is lost
 
@@ -36,22 +37,30 @@ from filled_cache import filled
 from rich.console import Console
 from rich.table import Table
 
-from hisparse_jax import decode, resident, transfer
+from hisparse_jax import decode, resident
 from hisparse_jax.capacity import min_gpu_blocks
 from hisparse_jax.command import run_command
 from hisparse_jax.config import C4, CacheConfig, ConfigError, ModelConfig, preset
 from hisparse_jax.generation import random_model, resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import Attention, DeepseekV4
+from hisparse_jax.programs import COMPILER_OPTIONS
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import TierError
 from hisparse_jax.traces import make_trace
+from pallas_kernels import resolve_and_gather
+from pallas_kernels.resolve_topk import resolve_topk
 
 stderr = Console(stderr=True, width=140)
 HIT_OR_MISS = slice(2, 4)
 """Hot hits and misses in `tiered.COUNT_NAMES`."""
-PAIRS = ("same-tiered", "resident"), ("all-tiered", "all-resident"), ("tiered", "all-resident")
+PAIRS = ("same-tiered", "resident"), ("all-tiered", "all-resident"), ("tiered", "all-resident"), ("graph", "all-resident")
 """Runs that must be equal, bit for bit."""
+WHOLE_LOOP_GRAPH = {
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,DYNAMIC_SLICE_FUSION",
+}
+"""Captures the loop over steps as one CUDA graph; XLA's default captures runs of kernels within a step."""
 MOST_KERNELS = 14
 """Kernels listed of each run by `--profile`."""
 
@@ -98,6 +107,7 @@ class Run:
     layout: CacheLayout
     requests: int
     copies: bool = True
+    graph: bool = False
     logits: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
     """Of the first call."""
     tokens: list[bytes] = dataclasses.field(default_factory=list)
@@ -155,14 +165,16 @@ def plan(args: Args, model: ModelConfig) -> list[Run]:
         Run("same-tiered", "tiered", same, few),
         Run("tiered", "tiered", more, held),
         Run("no-copies", "tiered", more, held, copies=False),
+        Run("graph", "tiered", more, held, graph=True),
         Run("all-resident", "resident", resident_layout(whole), held),
         Run("all-tiered", "tiered", whole, held),
     ]
 
 
-def skip_copies(slab, *_, **__):
-    """Takes the place of `transfer.swap_in`."""
-    return slab
+def without_copies(pool, slab, *tables, num_host_blocks, page_entries, row_step, implementation, **_):
+    """Takes the place of `resolve_and_gather`: resolves, leaves the slab as it is."""
+    place = dict(page_entries=page_entries, row_step=row_step, num_host_blocks=num_host_blocks)
+    return slab, resolve_topk(*tables, implementation=implementation, **place)
 
 
 def selections(run: Run, args: Args) -> np.ndarray:
@@ -182,11 +194,11 @@ def traced(picked: jax.Array, context: int):
     """`Attention._select` with the scores' selection replaced, once computed, by that of a trace."""
     scored = Attention._select
 
-    def select(self, x, qr, span, cache, led, layout):
-        own = scored(self, x, qr, span, cache, led, layout)
+    def select(self, x, qr, span, apart, cache, led, layout):
+        own = scored(self, x, qr, span, apart, cache, led, layout)
         number = layout.model.c4_layers.index(self.layer)
-        rows = picked[number, jnp.maximum(span.start - context, 0), span.rows][:, None]
-        return own.replace(indices=jnp.where(own.indices < -1, own.indices, jnp.where(span.valid[..., None], rows, -1)))
+        rows = picked[number, jnp.maximum(apart.start - context, 0), apart.rows][:, None]
+        return own.replace(indices=jnp.where(own.indices < -1, own.indices, jnp.where(apart.valid[..., None], rows, -1)))
 
     return select
 
@@ -201,8 +213,11 @@ def compile_run(run: Run, model: DeepseekV4, state: Any, picked: jax.Array | Non
         with mock.patch.object(Attention, "_select", select):
             return plain(model, state, num_steps, layout=run.layout, max_steps=args.steps, return_logits=True)
 
-    with mock.patch.object(transfer, "swap_in", transfer.swap_in if run.copies else skip_copies):
-        return jax.jit(call, donate_argnums=1).lower(model, state, jnp.int32(args.steps), picked).compile()
+    options = COMPILER_OPTIONS | (WHOLE_LOOP_GRAPH if run.graph and jax.default_backend() == "gpu" else {})
+    op = resolve_and_gather.resolve_and_gather if run.copies else without_copies
+    with mock.patch.object(resolve_and_gather, "resolve_and_gather", op):
+        jitted = jax.jit(call, donate_argnums=1, compiler_options=options)
+        return jitted.lower(model, state, jnp.int32(args.steps), picked).compile()
 
 
 def measure(run: Run, model: DeepseekV4, args: Args) -> None:
@@ -275,6 +290,7 @@ def ratios(runs: dict[str, Run]) -> dict[str, float]:
     named = {
         "resident_step": speed("same-tiered", "resident"),
         "swap_in_step": speed("tiered", "no-copies"),
+        "graph_step": speed("graph", "tiered"),
         "throughput": speed("tiered", "resident"),
         "of_all_resident": speed("tiered", "all-resident"),
     }
@@ -284,6 +300,7 @@ def ratios(runs: dict[str, Run]) -> dict[str, float]:
 TARGETS = {
     "resident_step": ("nothing lost, against the resident twin", ">= 0.99"),
     "swap_in_step": ("with swap-in, against its copies left out", ">= 0.95"),
+    "graph_step": ("the loop as one CUDA graph, against the default", ""),
     "throughput": ("tokens/s on the same slab", ">= 3"),
     "of_all_resident": ("against a slab that holds everything", ""),
 }

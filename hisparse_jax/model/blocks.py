@@ -55,6 +55,7 @@ class Attention(nnx.Module):
     ) -> tuple[Float[Array, "R T D"], LayerState, EntryCache, Selection | None]:
         """The sublayer's output and what it leaves: ring states, entry cache, and the selection followers reuse."""
         cfg, freqs, eps = self.config, frequencies(self.config, self.ratio), self.config.rms_norm_eps
+        apart = border(span)  # the cache's: integers it shared with the arithmetic would be fused into one or into both
         qr = rms_norm(linear(x, self.wq_a[...]), self.q_norm[...], eps)
         q = linear(qr, self.wq_b[...]).reshape(*qr.shape[:-1], cfg.num_attention_heads, cfg.head_dim)
         q = rotate(rms(q, eps).astype(x.dtype), span.positions[..., None], freqs)
@@ -63,15 +64,16 @@ class Attention(nnx.Module):
         keys, masks = [self._window(rows, span, state.window, layout.entry)], [_window_mask(span, cfg.sliding_window)]
         state = state.replace(window=write_ring(state.window, rows, span))
         if self.ratio != SWA:
-            state, cache = self._compress(x, span, state, cache, layout)
+            state, cache = self._compress(x, span, apart, state, cache, layout)
             if self.ratio == C4:
-                led = self._select(x, qr, span, cache, led, layout)
-                packed, cache, led = cache.fetch_c4(self.layer, led, span, layout)
-                masks.append(led.indices >= 0)
+                led = self._select(x, qr, span, apart, cache, led, layout)
+                packed, cache, led = cache.fetch_c4(self.layer, led, apart, layout)
+                seen = led.indices >= 0
             else:
-                packed, mask = cache.read_c128(self.layer, span, layout)
-                masks.append(mask)
-            keys.append(layout.entry.unpack(border(packed)))
+                packed, seen = cache.read_c128(self.layer, apart, layout)
+            packed, seen = border((packed, seen))
+            keys.append(layout.entry.unpack(packed))
+            masks.append(seen)
         out = sink_attention(q, tuple(keys), tuple(masks), self.sink[...])
         return self._project(rotate(out, span.positions[..., None], freqs, inverse=True)), state, cache, led
 
@@ -84,23 +86,24 @@ class Attention(nnx.Module):
         index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]
         return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
 
-    def _compress(self, x, span: Span, state: LayerState, cache: EntryCache, layout: CacheLayout):
+    def _compress(self, x, span: Span, apart: Span, state: LayerState, cache: EntryCache, layout: CacheLayout):
         assert state.ring is not None
         values, numbers, real, ring = self.compressor(x, span, state.ring)
-        packed = border(layout.entry.pack(values))
+        packed, numbers, real = border((layout.entry.pack(values), numbers, real))
         if self.ratio != C4:
-            return state.replace(ring=ring), cache.store_c128(self.layer, packed, numbers, real, span, layout)
-        cache = cache.store_c4(self.layer, packed, numbers, real, span, layout)
+            return state.replace(ring=ring), cache.store_c128(self.layer, packed, numbers, real, apart, layout)
+        cache = cache.store_c4(self.layer, packed, numbers, real, apart, layout)
         if not self.leads:
             return state.replace(ring=ring), cache
         assert state.index_ring is not None
         values, numbers, real, index_ring = self.indexer.compressor(x, span, state.index_ring)
         if layout.cache.hadamard:
             values = hadamard(values)
-        cache = cache.store_index(self.layer, border(layout.index.pack(values)), numbers, real, span, layout)
+        packed, numbers, real = border((layout.index.pack(values), numbers, real))
+        cache = cache.store_index(self.layer, packed, numbers, real, apart, layout)
         return state.replace(ring=ring, index_ring=index_ring), cache
 
-    def _select(self, x, qr, span: Span, cache: EntryCache, led: Selection | None, layout: CacheLayout) -> Selection:
+    def _select(self, x, qr, span: Span, apart: Span, cache: EntryCache, led: Selection | None, layout: CacheLayout) -> Selection:
         """Top-k entries of each token: the leader's where this layer follows one."""
         if not self.leads and led is not None:
             return led
@@ -108,13 +111,13 @@ class Attention(nnx.Module):
         scores = score_entries(
             queries,
             weights,
-            lambda page, n: cache.read_index(self.layer, page, n, span, layout),
+            lambda page, n: cache.read_index(self.layer, page, n, apart, layout),
             index=layout.index,
-            limit=span.num_entries(C4).max(),
+            limit=apart.num_entries(C4).max(),
             num_pages=layout.max_pages,
             page_entries=layout.page_entries,
         )
-        return Selection.of(scores, span.num_entries(C4), self.config.index_topk)
+        return Selection.of(scores, apart.num_entries(C4), self.config.index_topk)
 
     def _project(self, out: Float[Array, "R T H c"]) -> Float[Array, "R T D"]:
         cfg = self.config
@@ -171,6 +174,7 @@ class DeepseekV4(nnx.Module):
         layout: CacheLayout,
     ) -> tuple[Float[Array, "R T n D"], tuple[LayerState, ...], EntryCache, tuple[Selection, ...]]:
         """Residual streams after the last layer, the states and the cache after the span, each C4 layer's selection."""
+        tokens, span = border((tokens, span))
         x = self.embed[...].at[tokens].get(mode="promise_in_bounds", wrap_negative_indices=False)
         streams = jnp.broadcast_to(x[:, :, None, :], (*x.shape[:2], self.config.hc_mult, x.shape[-1]))
         after, selections, led = [], [], None

@@ -1,8 +1,9 @@
-"""The checker sees every fault it is there for: one program per fault, and one that is sound."""
+"""The checkers see every fault they are there for: one program per fault, and one that is sound."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from float_kernels import float_kernels
 from h200 import Compiled, compile_for_h200, copies_of, faults_in_place, spec
 
 from hisparse_jax import ffi
@@ -58,3 +59,27 @@ assert len([line for line in copies_of(twice.hlo, POOL) if "S(5)} copy(" in line
 assert any("host temp" in fault for fault in faults_in_place(twice, POOL, SLAB))
 
 assert copies_of(compiled(moved, *arguments, donate=(0, 1)).hlo, POOL)
+
+VALUES, LENGTHS = spec((64, 4_096), jnp.float32), spec((64,), jnp.int32)
+
+
+def total(values, lengths):
+    """Sums what `lengths` cover: one kernel, whose tiles depend on how many bytes it reads."""
+    seen = jnp.arange(values.shape[1])[None, :] < lengths[:, None]
+    return jnp.where(seen, jnp.exp(values * 0.25), 0).sum(axis=1)
+
+
+def longer_name_and_an_integer_more(values, lengths):
+    return total(values, jax.lax.optimization_barrier(lengths)), lengths + 1
+
+
+def mask_from_memory(values, lengths):
+    seen = jnp.arange(values.shape[1])[None, :] < lengths[:, None]
+    return jnp.where(jax.lax.optimization_barrier(seen), jnp.exp(values * 0.25), 0).sum(axis=1)
+
+
+one, same, other = (
+    float_kernels(compile_for_h200(program, VALUES, LENGTHS).hlo)
+    for program in (total, longer_name_and_an_integer_more, mask_from_memory)
+)
+assert one and one == same and one != other, (one, same, other)
