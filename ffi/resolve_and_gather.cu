@@ -1,9 +1,15 @@
-// Resolve and the copy of what it misses, in one kernel: a block a request.
+// Resolve and the copy of what it misses, in one kernel: up to eight blocks a request, as the GPU has room.
+//
+// Each block of a request resolves it for itself, which costs nothing where a multiprocessor would idle, and
+// copies a share of its rows, so that one request with many misses is not served by one block. The blocks are
+// a cluster: its first writes the results, map and LRU order in place, once the others have read them.
 //
 // A warp copies some rows at a time, with plain loads: these drew 44 GB/s over the link where copies to
 // shared memory by the copy engine drew 39, and by `cp.async` 23. It asks for its first rows as soon as their
 // slots are known, and has the results of the resolve written while they cross the link. The resolve is
 // resolve_kernel.h, its results are those of resolve_topk.cu.
+#include <cooperative_groups.h>
+
 #include "resolve_handler.h"
 
 namespace hisparse {
@@ -11,6 +17,9 @@ namespace {
 
 using Bytes = ffi::Buffer<ffi::U8, 2>;
 
+namespace cg = cooperative_groups;
+
+constexpr int kMostBlocks = 8;    // of a request
 constexpr int kRowsInFlight = 2;  // of a warp
 constexpr int kWordsEach = 2;     // 16-byte words of a row a lane copies
 
@@ -20,6 +29,12 @@ struct Swap {
   int64_t page_bytes, stride, offset;
   int value_bytes, scale_bytes;  // of a row: at most 1,024, a multiple of 16; 8 or none
   int num_slab_blocks;
+  int blocks;  // of a request: a power of two
+
+  // Warps of a request take its misses in turn, neighbours on different blocks.
+  __device__ int FirstMiss() const { return threadIdx.x / 32 * blocks + Rank(); }
+  __device__ int NumWarps() const { return kResolveWarps * blocks; }
+  __device__ int Rank() const { return blockIdx.x & (blocks - 1); }
 };
 
 template <bool kPlain>
@@ -33,7 +48,10 @@ struct RowFetch {
   const uint16_t* slot_of;
   const int* hot;
   int num_misses = 0;
+  cg::cluster_group::arrival_token arrived;
 
+  __device__ int Request() const { return blockIdx.x / swap.blocks; }
+  __device__ bool Writes() const { return swap.Rank() == 0; }
   __device__ void Note(int miss, int host_row) { host_rows[miss] = host_row; }
 
   __device__ void Load(int first) {
@@ -41,7 +59,7 @@ struct RowFetch {
     const uint8_t *from[kRowsInFlight], *scales_from[kRowsInFlight];
 #pragma unroll
     for (int i = 0; i < kRowsInFlight; ++i) {
-      const int miss = first + i * kResolveWarps;
+      const int miss = first + i * swap.NumWarps();
       targets[i] = nullptr;
       if (miss >= num_misses) continue;
       const int host_row = host_rows[miss], host_page = page_entries.Quotient<kPlain>(host_row);
@@ -80,7 +98,7 @@ struct RowFetch {
         }
       }
       if (lane == 31 && swap.scale_bytes > 0) {
-        const int slot = slot_of[first + i * kResolveWarps];
+        const int slot = slot_of[first + i * swap.NumWarps()];
         const int at = slot - page_entries.Quotient<kPlain>(slot) * page_entries.value;
         uint8_t* page = targets[i] - at * swap.value_bytes;
         reinterpret_cast<uint2*>(page + page_entries.value * swap.value_bytes)[at] = scales[i];
@@ -92,13 +110,18 @@ struct RowFetch {
     num_misses = count;
     slot_of = slots;
     hot = hot_blocks;
-    Load(threadIdx.x / 32);
+    if (swap.blocks > 1) arrived = cg::this_cluster().barrier_arrive();
+    Load(swap.FirstMiss());
+  }
+
+  __device__ void AwaitReaders() {
+    if (swap.blocks > 1) cg::this_cluster().barrier_wait(std::move(arrived));
   }
 
   __device__ void Finish() {
-    for (int first = threadIdx.x / 32; first < num_misses;) {
+    for (int first = swap.FirstMiss(); first < num_misses;) {
       Store(first);
-      first += kRowsInFlight * kResolveWarps;
+      first += kRowsInFlight * swap.NumWarps();
       if (first < num_misses) Load(first);
     }
   }
@@ -172,6 +195,12 @@ ffi::Error ResolveAndGather(cudaStream_t stream, int32_t ordinal, Bytes pool, By
   if (call.batch() == 0) return ffi::Error::Success();
   if (ffi::Error error = call.Prepare(); error.failure()) return error;
   const Request shape = call.request();
+  int num_processors = 0, blocks = 1;
+  ffi::Error error =
+      CheckCuda(call.what, "cudaDeviceGetAttribute",
+                cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, ordinal));
+  if (error.failure()) return error;
+  while (blocks < kMostBlocks && 2 * blocks * call.batch() <= num_processors) blocks *= 2;
   const Swap swap = {pool.typed_data(),
                      new_slab->typed_data(),
                      page_bytes,
@@ -179,9 +208,10 @@ ffi::Error ResolveAndGather(cudaStream_t stream, int32_t ordinal, Bytes pool, By
                      offset,
                      static_cast<int>(value_bytes),
                      static_cast<int>(scale_bytes),
-                     static_cast<int>(slab.dimensions()[0])};
+                     static_cast<int>(slab.dimensions()[0]),
+                     blocks};
   const size_t shared_bytes = shape.shared_bytes() + sizeof(int) * Request::Padded(shape.refs);
-  return Launch(call.what, stream, ordinal, call.batch(), kResolveThreads, 1, shared_bytes,
+  return Launch(call.what, stream, ordinal, call.batch() * blocks, kResolveThreads, blocks, shared_bytes,
                 shape.is_plain() ? &ResolveAndGatherKernel<true> : &ResolveAndGatherKernel<false>,
                 call.operands(), call.results(), shape, swap);
 }

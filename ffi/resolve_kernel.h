@@ -17,7 +17,8 @@
 // Where a host row lands in the table depends on timing; nothing that leaves the block does.
 //
 // `Fetch` hears of each miss when it has its number, and may start when victims are known, before the results
-// are written: a kernel that also copies the rows has them on their way early.
+// are written: a kernel that also copies the rows has them on their way early. Several blocks may resolve the
+// same request, each to copy a share of its rows; one of them writes, once all have read.
 #ifndef HISPARSE_FFI_RESOLVE_KERNEL_H_
 #define HISPARSE_FFI_RESOLVE_KERNEL_H_
 
@@ -26,14 +27,17 @@
 namespace hisparse {
 
 struct NoFetch {
+  __device__ int Request() const { return blockIdx.x; }
+  __device__ bool Writes() const { return true; }
   __device__ void Note(int, int) {}
   __device__ void Start(int, const uint16_t*, const int*) {}
+  __device__ void AwaitReaders() {}
 };
 
-// Returns the number of misses. `kPlain`: the shape `is_plain()`.
+// `kPlain`: the shape `is_plain()`.
 template <bool kPlain, typename Fetch>
-__device__ __forceinline__ int Resolve(const Operands& in, const Results& out, const Request& shape,
-                                       int* shared, Fetch& fetch) {
+__device__ __forceinline__ void Resolve(const Operands& in, const Results& out, const Request& shape,
+                                        int* shared, Fetch& fetch) {
   constexpr int kThreads = kResolveThreads;
   __shared__ int scratch[2][kResolveWarps];
   __shared__ Totals totals;
@@ -47,7 +51,8 @@ __device__ __forceinline__ int Resolve(const Operands& in, const Results& out, c
   uint16_t* order = place_of + Request::Padded(shape.refs);  // stale slots, then slots hit
   auto* is_hit = reinterpret_cast<uint8_t*>(order + Request::Padded(shape.slots));  // by slot
 
-  const int thread = threadIdx.x, request = blockIdx.x;
+  const int thread = threadIdx.x, request = fetch.Request();
+  const bool writes = fetch.Writes();
   const int refs = shape.refs, slots = shape.slots, query_rows = kPlain ? 1 : shape.query_rows;
   const int64_t first_ref = int64_t{request} * refs, first_row = int64_t{request} * query_rows;
   const int32_t *topk = in.topk + first_ref, *bounds = in.num_entries + first_row;
@@ -119,7 +124,7 @@ __device__ __forceinline__ int Resolve(const Operands& in, const Results& out, c
     const bool is_new = entry >= first_new;
     place = kNowhere;
     if (resident_block > 0) {
-      rows[ref] = resident_block * shape.row_step + slot;
+      if (writes) rows[ref] = resident_block * shape.row_step + slot;
       atomicAdd(is_new ? &totals.newest : &totals.resident, 1);
     } else if (owns_region && host_block > 0 && host_block < shape.num_host_blocks && !is_new) {
       host_row = host_block * shape.page_entries.value + slot;
@@ -127,7 +132,7 @@ __device__ __forceinline__ int Resolve(const Operands& in, const Results& out, c
       wants_slot = true;
       atomicAdd(&totals.wanting_slot, 1);
     } else {
-      rows[ref] = -1;
+      if (writes) rows[ref] = -1;
       if (wanted) atomicAdd(&totals.homeless, 1);
     }
     if (query_rows > 1 && (resident_block > 0 || place != kNowhere)) atomicAdd(&num_valid[line_of(ref)], 1);
@@ -234,6 +239,8 @@ __device__ __forceinline__ int Resolve(const Operands& in, const Results& out, c
     }
     __syncthreads();
     fetch.Start(num_misses, order, hot);
+    if (!writes) return;
+    fetch.AwaitReaders();
 
     ForMine<kPlain>(refs, [&](int ref) {
       const uint16_t marked = place_of[ref], at = marked & static_cast<uint16_t>(~kLoads);
@@ -274,6 +281,7 @@ __device__ __forceinline__ int Resolve(const Operands& in, const Results& out, c
     }
   }
 
+  if (!writes) return;
   ForMine<kPlain>(refs, [&](int i) {
     if (i >= num_misses)
       out.host_rows[first_ref + i] = out.dest_rows[first_ref + i] = out.slots[first_ref + i] = -1;
@@ -293,7 +301,6 @@ __device__ __forceinline__ int Resolve(const Operands& in, const Results& out, c
     out.num_misses[request] = num_misses;
     out.num_homeless[request] = totals.homeless;
   }
-  return num_misses;
 }
 
 }  // namespace hisparse

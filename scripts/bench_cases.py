@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_inputs import HBM, Case, Sizes, on_gpu, variants_of
-from bench_swap_in import gather_cases, resolve_cases, swap_in_cases, trace_cases
+from bench_swap_in import gather_cases, resolve_cases, skewed_cases, swap_in_cases, trace_cases
 from bench_way_out import backup_cases, store_cases
 
 from pallas_kernels import ref, topk_select
@@ -43,5 +43,5 @@ def topk_cases(s: Sizes) -> Iterator[Case]:
 
 
 def cases(s: Sizes) -> Iterator[Case]:
-    for make in (resolve_cases, swap_in_cases, trace_cases, store_cases, topk_cases, gather_cases, backup_cases):
+    for make in (resolve_cases, swap_in_cases, skewed_cases, trace_cases, store_cases, topk_cases, gather_cases, backup_cases):
         yield from make(s)

@@ -243,6 +243,32 @@ def swap_in_cases(s: Sizes) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def skewed_cases(s: Sizes) -> Iterator[Case]:
+    """One request misses everything it selects, the others nothing: rows that one block would take alone."""
+    batch, host = (s.requests, host_table(s, s.requests)) if on_gpu() else (2, host_table(s, 2))
+    cold, at = jnp.arange(batch) == batch // 2, [0]
+
+    def draw(key, launches):
+        sizes, steps = dict(batch=batch, top_k=s.top_k, entries=s.entries, slots=s.slots), jnp.arange(launches)
+        new = selections(key, at[0] % s.entries, steps, missing=s.top_k, **sizes)
+        held = selections(key, 0, steps, missing=0, **sizes)
+        at[0] += launches
+        return tuple((topk,) for topk in jnp.where(cold[None, :, None], new, held))
+
+    def tables():
+        at[0] = 0
+        return initial_map(s, batch, host)
+
+    def expect(outputs):
+        np.testing.assert_array_equal(np.asarray(outputs[1]), np.broadcast_to(np.asarray(cold) * s.top_k, outputs[1].shape))
+
+    count = s.top_k * FP8.row_bytes
+    yield swap_in(
+        s, batch, f"B {batch}, one request misses all {s.top_k}", host=host, tables=tables, draw=draw, expect=expect,
+        floor_us=count / LINK * 1e6, num_bytes=count,
+    )  # fmt: skip
+
+
 def trace_cases(s: Sizes) -> Iterator[Case]:
     """Selections with the published locality (`hisparse_jax.traces`), at the default of twice `top_k` hot slots."""
     s, batch, steps = dataclasses.replace(s, slots=2 * s.top_k), s.requests, 448 if on_gpu() else 32

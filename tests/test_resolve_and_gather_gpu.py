@@ -22,13 +22,15 @@ from pallas_kernels.resolve_topk import resolve_topk
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not pathlib.Path("/dev/nvidia0").exists(), reason="no GPU")]
 
 ROWS = {"fp8": dict(value_bytes=576, scale_bytes=8), "bf16": dict(value_bytes=1_024, scale_bytes=0)}
-SHAPES = {  # query rows, k, slots, entries of a page, steps
-    "small": (1, 8, 16, 4, 4),
-    "small and uneven": (2, 5, 13, 4, 4),
-    "K=S": (1, 64, 64, 4, 40),
-    "uneven pages": (1, 100, 301, 24, 40),
-    "V4": (1, 512, 4_096, 64, 40),
-    "two rows": (2, 1_024, 8_192, 64, 12),
+SHAPES = {  # requests, query rows, k, slots, entries of a page, steps
+    "small": (4, 1, 8, 16, 4, 4),
+    "small and uneven": (4, 2, 5, 13, 4, 4),
+    "two blocks a request": (50, 1, 64, 64, 4, 10),
+    "one block a request": (140, 1, 64, 64, 4, 10),
+    "K=S": (4, 1, 64, 64, 4, 40),
+    "uneven pages": (4, 1, 100, 301, 24, 40),
+    "V4": (4, 1, 512, 4_096, 64, 40),
+    "two rows": (4, 2, 1_024, 8_192, 64, 12),
 }
 
 
@@ -48,15 +50,16 @@ def apart(pool, slab, *tables, row, offset, num_host_blocks, **static):
 @pytest.mark.parametrize("fmt", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_resolve_then_gather(shape, fmt):
-    query_rows, top_k, num_slots, entries, num_steps = SHAPES[shape]
-    batch, num_pages = 4, max(6, 2 * num_slots // entries)
+    batch, query_rows, top_k, num_slots, entries, num_steps = SHAPES[shape]
+    num_pages = max(6, 2 * num_slots // entries)
     num_host_blocks, row = 1 + batch * num_pages + 10, ROWS[fmt]
     page = -(-entries * (row["value_bytes"] + row["scale_bytes"]) // 64) * 64
     rng = np.random.default_rng(num_slots)
     steps = adversarial_steps(rng, num_steps, batch, query_rows, top_k, num_slots, num_pages, entries, num_host_blocks)
     static: dict[str, Any] = dict(page_entries=entries, row_step=2 * entries + 1, num_host_blocks=num_host_blocks, offset=page)
     pool = as_pool(random_bytes(num_host_blocks, page))
-    slab = random_bytes(500 + 3 * -(-num_slots // entries), 3 * page, seed=1)  # the last request's hot region lies beyond
+    held = 500 + (batch - 1) * -(-num_slots // entries)  # the last request's hot region lies beyond
+    slab = random_bytes(held, 3 * page, seed=1)
     ways = {
         "apart": jax.jit(functools.partial(apart, row=row, **static), donate_argnums=(1, 9, 10)),
         "at once": jax.jit(
