@@ -203,8 +203,8 @@ def traced(picked: jax.Array, context: int):
     return select
 
 
-def compile_run(run: Run, model: DeepseekV4, state: Any, picked: jax.Array | None, args: Args) -> Any:
-    """The decode call of a run, compiled for the shapes of `state`."""
+def lower_run(run: Run, model: DeepseekV4, state: Any, picked: Any, args: Args) -> jax.stages.Lowered:
+    """The decode call of a run for the shapes of `state`."""
     module = decode if run.twin == "tiered" else resident
     plain = inspect.unwrap(module.decode_steps)
 
@@ -217,7 +217,7 @@ def compile_run(run: Run, model: DeepseekV4, state: Any, picked: jax.Array | Non
     op = resolve_and_gather.resolve_and_gather if run.copies else without_copies
     with mock.patch.object(resolve_and_gather, "resolve_and_gather", op):
         jitted = jax.jit(call, donate_argnums=1, compiler_options=options)
-        return jitted.lower(model, state, jnp.int32(args.steps), picked).compile()
+        return jitted.lower(model, state, jnp.int32(args.steps), picked)
 
 
 def measure(run: Run, model: DeepseekV4, args: Args) -> None:
@@ -230,7 +230,7 @@ def measure(run: Run, model: DeepseekV4, args: Args) -> None:
     if isinstance(state, TieredState):
         lost = np.asarray(state.ledger.pages_lost).sum()
         run.lost = float(lost) / (run.requests * run.layout.num_pages(args.context))
-    compiled = compile_run(run, model, state, picked, args)
+    compiled = lower_run(run, model, state, picked, args).compile()
     compiled_at = time.perf_counter()
     stderr.print(
         f"{run.name}: {run.requests} requests, filled in {filled_at - begin:.0f} s, compiled in {compiled_at - filled_at:.0f} s"
