@@ -18,7 +18,7 @@ rather than keep them: slower, and other kernels than the twin's, whose program 
 class Program[**P, R]:
     """A jitted function, compiled under `COMPILER_OPTIONS`; inside of another trace, which sets its own, jitted alone.
 
-    `state`, the second argument, tells the two apart by whether it is traced. Otherwise like the result of `jax.jit`.
+    Tells the two apart by what is traced among the arguments behind the model. Otherwise like the result of `jax.jit`.
     """
 
     def __init__(self, function: Callable[P, R], **options: Any):
@@ -27,18 +27,19 @@ class Program[**P, R]:
         self.inner = jax.jit(function, **options)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        state = args[1] if len(args) > 1 else kwargs["state"]
-        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(state))
+        traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((args[1:], kwargs)))
         return (self.inner if traced else self.jitted)(*args, **kwargs)
-
-    def lower(self, *args: P.args, **kwargs: P.kwargs) -> jax.stages.Lowered:
-        """As of `jax.jit`."""
-        return self.jitted.lower(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """As of `jax.jit`."""
         for jitted in (self.jitted, self.inner):
             jitted.clear_cache()  # pyright: ignore[reportAttributeAccessIssue]  # its stub lacks it
+
+    def __getattr__(self, name: str) -> Any:
+        """`lower`, `trace`, `eval_shape` and what else `jax.jit` gives."""
+        if name == "jitted":  # not made yet
+            raise AttributeError(name)
+        return getattr(self.jitted, name)
 
 
 def program[**P, R](*static: str) -> Callable[[Callable[P, R]], Program[P, R]]:
