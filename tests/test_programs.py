@@ -23,7 +23,7 @@ def test_a_program_stands_alone_or_in_another():
     nested = jax.jit(lambda state: program(2.0, program(state=state, model=2.0, factor=3), factor=1))
     chex.assert_trees_all_equal(nested({"rows": jnp.ones(3)})["rows"], jnp.full(3, 12.0))
     with pytest.raises(TypeError, match="state"):
-        program(2.0, factor=3)
+        program(2.0, factor=3)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_program_can_be_looked_at_without_running_it():
