@@ -1,11 +1,13 @@
 """What every script does around its `main`: options from the command line, an exit code, bad input told in one line."""
 
 import contextlib
+import os
 import pathlib
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import jax
 import tyro
 from rich.console import Console
 from rich.markup import escape
@@ -19,10 +21,12 @@ from hisparse_jax.status import TierError
 def run_command(main: Callable[[Any], int], options: type, description: str | None) -> NoReturn:
     """Exits with what `main(options)` returns, or with 2 and a line on stderr where it cannot do what was asked.
 
-    A reader of stdout that has gone away is no error.
+    A reader of stdout that has gone away is no error. Where there is no NVIDIA GPU, JAX does not look for one.
     """
-    arguments = tyro.cli(options, description=description)
+    if "JAX_PLATFORMS" not in os.environ and not any(pathlib.Path(gpu).exists() for gpu in ("/dev/nvidia0", "/dev/dxg")):
+        jax.config.update("jax_platforms", "cpu")
     with contextlib.suppress(BrokenPipeError):
+        arguments = tyro.cli(options, description=description)
         try:
             sys.exit(main(arguments))
         except (ConfigError, PromptError, TierError, FfiError) as error:

@@ -9,11 +9,13 @@ unfinished prompt, and decodes `call_steps` tokens of all that run; so a new pro
 What a request's failure does, and a program's, is said in `loop`.
 """
 
+import atexit
 import contextlib
 import dataclasses
 import pathlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 
@@ -61,7 +63,10 @@ class EngineConfig:
 
 
 class Engine:
-    """Serves requests on one cache. With `threaded=False` nothing happens but in `step`, which one thread may then call."""
+    """Serves requests on one cache. With `threaded=False` nothing happens but in `step`, which one thread may then call.
+
+    Ends with `shutdown`, with the block of a `with`, or with the interpreter, which cancels what is left.
+    """
 
     def __init__(self, model: DeepseekV4, layout: CacheLayout, config: EngineConfig | None = None, *, threaded: bool = True):
         self.layout, self.config = layout, config or EngineConfig()
@@ -91,6 +96,7 @@ class Engine:
         self._thread = threading.Thread(target=self._serve, name="hisparse-engine", daemon=True) if threaded else None
         if self._thread is not None:
             self._thread.start()
+            atexit.register(_end_with_the_interpreter, weakref.ref(self))
 
     def __enter__(self) -> "Engine":
         return self
@@ -100,7 +106,7 @@ class Engine:
 
     @property
     def snapshot(self) -> Snapshot:
-        """What the engine holds and has done, as of its last step."""
+        """What the engine holds and has done, as of the end of its last step; a handle knows of its own end a moment earlier."""
         return self._snapshot
 
     def submit(
@@ -282,3 +288,11 @@ class Engine:
                 done.set_exception(EngineClosedError(f"the engine broke: {error}"))
         finally:
             self._closing_seconds += self._loop.runner.close()
+
+
+def _end_with_the_interpreter(of: weakref.ref[Engine]) -> None:
+    """Its thread must not compute on while the interpreter and JAX are taken down around it."""
+    engine = of()
+    if engine is not None:
+        with contextlib.suppress(EngineClosedError):
+            engine.shutdown(drain=False)

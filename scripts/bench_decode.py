@@ -329,7 +329,17 @@ def report(runs: dict[str, Run], args: Args) -> None:
 
 def main(args: Args) -> int:
     config = model_of(args)
-    planned, wanted = plan(args, config), [name for name in args.only.split(",") if name]
+    if min(args.steps, args.calls, args.warmup + 1, args.seed + 1) < 1:
+        raise ConfigError(
+            f"--steps {args.steps} and --calls {args.calls} must be positive, --warmup {args.warmup} and --seed {args.seed} not "
+            "negative."
+        )
+    if args.context + args.all_steps > config.max_position_embeddings:
+        raise ConfigError(
+            f"--context {args.context} and {args.all_steps} decoded tokens exceed the model's {config.max_position_embeddings:,} "
+            "positions; lower --context, --warmup or --calls. (Without a GPU the model is tiny: --context 3000 --warmup 2.)"
+        )
+    planned, wanted = plan(args, config), args.only.split(",") if args.only else []
     if unknown := sorted(set(wanted) - {run.name for run in planned}):
         raise ConfigError(f"--only names no run {unknown[0]!r}; there are {', '.join(run.name for run in planned)}.")
     planned = [run for run in planned if not wanted or run.name in wanted]
@@ -338,10 +348,11 @@ def main(args: Args) -> int:
     for run in planned:
         measure(run, model, args)
         runs[run.name] = run
-    faults = differences(runs)
+    faults, compared = differences(runs), [pair for pair in PAIRS if runs.keys() >= set(pair)]
+    equal = f"{len(compared)} pairs of runs equal, bit for bit" if compared else "no two of these runs are comparable"
     report(runs, args)
-    colour = "red" if faults else "green"
-    stderr.print(f"[bold {colour}]{'; '.join(faults) or 'every pair of runs equal, bit for bit'}[/]")
+    colour = "red" if faults else "green" if compared else "yellow"
+    stderr.print(f"[bold {colour}]{'; '.join(faults) or equal}[/]")
     rows = [
         {"run": r.name, "requests": r.requests, "slab_bytes": r.layout.slab_bytes, "pages_lost": r.lost, "missing": r.missing,
          "hit_rate": r.hit_rate, "ms_per_step": r.seconds * 1e3, "tokens_per_s": r.tokens_per_s}

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import os
-import sys
 import time
 import traceback
 from typing import Any
@@ -23,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from bench_cases import cases
 from bench_inputs import TINY, Case, Sizes, on_gpu
 from device_times import XLA, device_times
@@ -31,6 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from hisparse_jax import ffi
+from hisparse_jax.command import run_command
+from hisparse_jax.config import ConfigError
 from pallas_kernels import cuda_kernels
 
 stderr = Console(stderr=True, width=200)
@@ -197,8 +197,7 @@ def _later(variant: str) -> int:
 
 def main(args: Args) -> int:
     if args.options not in OPTIONS:
-        stderr.print(f"bench_kernels: --options {args.options} is unknown; choose from {', '.join(OPTIONS)}.")
-        return 2
+        raise ConfigError(f"--options {args.options} is unknown; choose from {', '.join(OPTIONS)}.")
     if args.quick:
         args = dataclasses.replace(args, samples=5, launches=min(args.launches, 32))
     ffi.load_library()
@@ -209,6 +208,8 @@ def main(args: Args) -> int:
         for variant in case.variants
         if args.variant in variant
     ]
+    if not wanted:
+        raise ConfigError(f"no case is named by --only {args.only!r} with a variant by --variant {args.variant!r}.")
     rows, started = {}, time.perf_counter()
     for case, variant in sorted(wanted, key=lambda pair: _later(pair[1])):
         about, begin = {"case": case.name, "shape": case.shape, "variant": variant}, time.perf_counter()
@@ -227,4 +228,4 @@ def main(args: Args) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args, description=__doc__)))
+    run_command(main, Args, __doc__)

@@ -23,7 +23,6 @@ if importlib.metadata.version("jaxlib").startswith("0.11."):  # most of a short 
 import jax
 import numpy as np
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from hisparse_jax.command import run_command
@@ -69,8 +68,9 @@ def main(args: Args) -> int:
     twin = generate(model, prompts, resident_layout(next(iter(layouts.values()))), twin="resident", **options)
     runs: dict[tuple[float, str], list[Generation]] = {key: [] for key in layouts}
     for sample in range(args.samples + 1):
-        for key, layout in track(layouts.items(), f"round {sample} of {args.samples}", console=stderr, transient=True):
-            runs[key].append(generate(model, prompts, layout, **options))
+        for (share, policy), layout in layouts.items():
+            stderr.print(f"round {sample} of {args.samples}: slab {share:.0%}, {policy}", highlight=False)
+            runs[share, policy].append(generate(model, prompts, layout, **options))
     rows = [row(key, layouts[key], *runs[key], twin=twin) for key in layouts]
     stderr.print(as_table(rows, twin))
     about = {"device": jax.devices()[0].device_kind, "jax": jax.__version__, **dataclasses.asdict(args)}

@@ -87,7 +87,7 @@ class Args:
     backup: str = "write_through"
     """Host copies of decode rows: write_through or spill."""
     reclaim: str = "base"
-    """Giving pages up: base (when blocks are short) or eager (as soon as they may go)."""
+    """Giving pages up: base (when blocks are short), eager (as soon as they may go) or unpin (copied pages count as free)."""
     temperature: float = 0.0
     """0: greedy."""
     seed: int = 0
@@ -247,8 +247,8 @@ def describe(layout: CacheLayout, prompts: list[list[int]]) -> Table:
 
 def page_table(run: Generation, names: list[str]) -> Table:
     """A row per request: where its pages ended, and what moved."""
-    columns = ("prompt", "context", "resident", "lost", "in decode", "to GPU", "to host")
-    table = table_of("requests: pages resident, lost, lost in decode; MiB moved each way", *columns)
+    columns = ("prompt", "context", "on GPU", "on host", "in decode", "to GPU", "to host")
+    table = table_of("requests: pages on the GPU, pages that left it for the host; MiB moved each way", *columns)
     for name, report in zip(names, run.reports, strict=True):
         lost_in_decode = report.pages_lost - report.pages_lost_in_prefill
         numbers = (report.context, report.pages_resident, report.pages_lost, lost_in_decode)
@@ -260,6 +260,7 @@ def page_table(run: Generation, names: list[str]) -> Table:
 def reference_table(run: Generation, names: list[str]) -> Table:
     """A row per request: where the entries stood that its steps selected."""
     table = table_of("requests: selected entries, all C4 layers and decode steps", "prompt", *COLUMNS)
+    table.caption = "hit rate: of the entries whose page has left the GPU, those that a hot slot held"
     for name, report in zip(names, run.reports, strict=True):
         table.add_row(escape(name), *count_cells(report.counts))
     return table
@@ -283,9 +284,9 @@ def count_cells(counts: dict[str, int]) -> list[str]:
 
 
 def token_lines(run: Generation, names: list[str]) -> str:
-    """The first tokens of each request."""
+    """The first tokens of each request, through the tiers."""
     lines = (f"{escape(name)}: {' '.join(map(str, tokens[:12]))} ..." for name, tokens in zip(names, run.tokens, strict=True))
-    return "\n".join(lines)
+    return "\n".join(("first tokens decoded through the tiers:", *lines))
 
 
 def speed_table(*runs: Generation) -> Table:
@@ -299,10 +300,12 @@ def speed_table(*runs: Generation) -> Table:
 
 def say(verdict: Verdict, run: Generation) -> str:
     """The verdict."""
+    sampled = sum(map(len, run.tokens))
     count = sum(logits.size for logits in run.logits)
     colour = "green" if verdict.equal else "red"
     tokens, bits = (("equal", "different")[not same] for same in (verdict.tokens_equal, verdict.logits_bit_equal))
-    return f"[bold {colour}]verdict: tokens {tokens}; {count:,} logits {bits}, bit for bit[/]"
+    said = f"{sampled} tokens {tokens}; {count:,} logits {bits}, bit for bit"
+    return f"[bold {colour}]verdict, tiered against fully resident: {said}[/]"
 
 
 def summary(verdict: Verdict, run: Generation) -> dict:

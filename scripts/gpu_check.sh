@@ -5,17 +5,25 @@
 #
 #     OUT=build/check WHEELS=wheels scripts/gpu_check.sh
 #
-# PYTHON    the interpreter (python3)
+# PYTHON    the interpreter (.venv's, else python3)
 # WHEELS    folder of wheels for what this machine's python lacks (tyro, beartype, ...); installed beside it, not into it
 # SANITIZE  1: compute-sanitizer memcheck and racecheck on the small gpu tests too
 # STAGES    which stages run: "build test bench generate" by default; "decode" (scripts/bench_decode.py) takes minutes more
 # BENCH, PYTEST, DECODE   further arguments of those stages
 set -u -o pipefail
 cd "$(dirname "$0")/.."
-PYTHON=${PYTHON:-python3}
+PYTHON=${PYTHON:-$([[ -x .venv/bin/python ]] && echo "$PWD/.venv/bin/python" || echo python3)}
+if [[ ! -e /dev/nvidia0 ]] && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+  echo "gpu_check: no NVIDIA GPU found; without one, make test checks what can be checked." >&2
+  exit 2
+fi
 OUT=${OUT:-build/gpu_check}
 STAGES=${STAGES:-build test bench generate}
 BUILD=${BUILD:-build/cuda}
+for name in $STAGES; do
+  [[ " build test bench generate decode " == *" $name "* ]] ||
+    { echo "gpu_check: STAGES names '$name'; there are build, test, bench, generate, decode." >&2; exit 2; }
+done
 mkdir -p "$OUT" "$BUILD"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 summary=()

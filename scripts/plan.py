@@ -9,14 +9,13 @@ device. Tables for people go to stderr; the last line of stdout is JSON.
 import dataclasses
 import json
 import math
-import sys
 from typing import Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from hisparse_jax import capacity
+from hisparse_jax.command import run_command
 from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.layout import CacheLayout, plan_layout
 
@@ -123,7 +122,7 @@ def tier_table(layout: CacheLayout) -> Table:
     hot, steady, pages = capacity.hot_region(layout), requests_of(layout).steady, layout.max_pages
     fixed, resident = capacity.fixed_bytes(layout.model, layout.cache), layout.growing_groups * pages
     title = f"Bytes by tier; a request of {layout.cache.max_model_len:,} tokens has {pages:,} pages"
-    table = table_of(title, "what", "blocks", "bytes", "")
+    table = table_of(title, "what", "blocks", "bytes", "note")
     hot_note = f"{layout.num_hot_slots:,} slots a layer; payload {hot.payload_bytes:,}"
     for what, blocks, size, note in (
         ("GPU slab", layout.gpu_blocks, layout.slab_bytes, f"blocks of {layout.stride:,} bytes"),
@@ -154,7 +153,7 @@ def tier_table(layout: CacheLayout) -> Table:
 def request_table(layout: CacheLayout) -> Table:
     requests, context = requests_of(layout), layout.cache.max_model_len
     least = capacity.min_gpu_blocks(layout, context)
-    table = table_of(f"Requests of {context:,} tokens", "what", "number", "")
+    table = table_of(f"Requests of {context:,} tokens", "what", "number", "note")
     bound = "the host pool" if requests.bound_by == "host" else "the slab"
     bounds = f"bound by {bound}: GPU {float(requests.gpu):,.2f}, host {float(requests.host):,.2f}"
     even = "tokens: hot region plus two tail pages; gains from the next page on"
@@ -192,18 +191,15 @@ def table_of(title: str, *columns: str) -> Table:
     return table
 
 
-def main(args: Args) -> None:
-    try:
-        layout = plan(args)
-    except ConfigError as error:
-        print(f"plan: {error}", file=sys.stderr)
-        sys.exit(2)
+def main(args: Args) -> int:
+    layout = plan(args)
     for table in (group_table(layout), tier_table(layout), request_table(layout)):
         stderr.print(table)
     for note in notes(layout):
         stderr.print(f"Note: {note}")
     print(json.dumps(summary(layout)))
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_command(main, Args, __doc__)

@@ -166,7 +166,12 @@ def line(now: Snapshot) -> str:
     states = ", ".join(f"{getattr(now, name)} {name}" for name in REQUEST_STATES)
     pages = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in now.pages.items())
     moved = f"{now.bytes_to_gpu / 2**20:.2f} MiB to GPU, {now.bytes_to_host / 2**20:.2f} to host"
-    return f"round {now.step}: {states}; pages: {pages}; {moved}; hit rate {now.hit_rate:.1%}"
+    return f"round {now.step}: {states}; pages: {pages}; {moved}; hit rate {hit_rate(now)}"
+
+
+def hit_rate(now: Snapshot) -> str:
+    """As a share; a dash before anything was looked up."""
+    return f"{now.hit_rate:.1%}" if any(layer.hot_hits or layer.misses for layer in now.layers) else "-"
 
 
 def view(now: Snapshot) -> Group:
@@ -178,7 +183,7 @@ def view(now: Snapshot) -> Group:
         "hot regions": now.hot_regions,
         "MiB to GPU": f"{now.bytes_to_gpu / 2**20:,.2f}",
         "MiB to host": f"{now.bytes_to_host / 2**20:,.2f}",
-        "hit rate": f"{now.hit_rate:.1%}",
+        "hit rate": hit_rate(now),
     }
     waits = {f"waited for {name}": rounds for name, rounds in now.waits.items()}
     ended = {str(end): count for end, count in now.ended.items()}

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from hisparse_jax.capacity import min_gpu_blocks
 from hisparse_jax.command import run_command
-from hisparse_jax.config import CacheConfig, preset
+from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.drafts import Drafter, prompt_lookup
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
 from hisparse_jax.generation import random_model, resident_layout
@@ -171,6 +171,8 @@ def soak(args: Args, breaches: list[str]) -> dict:
 def plan(args: Args) -> CacheLayout:
     """The GPU holds `1 / oversubscribe` of what the longest requests in all slots want, the host half as much again and a share
     for cached prefixes; either holds at least one of them."""
+    if not 0 < args.oversubscribe < math.inf:
+        raise ConfigError(f"--oversubscribe {args.oversubscribe} must be a positive number.")
     cache = CacheConfig(
         max_model_len=args.max_model_len, max_requests=args.slots, gpu_blocks=2, host_blocks=2 + args.max_model_len,
         parked_requests=args.parked, cached_prefixes=args.cached, num_hot_slots=args.hot_slots, rows=args.rows,

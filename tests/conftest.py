@@ -21,6 +21,11 @@ if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation take
 
 import jax  # noqa: E402
 
+import hisparse_jax  # noqa: E402
+
+if not pathlib.Path(hisparse_jax.__path__[0]).is_relative_to(ROOT):
+    raise pytest.UsageError(f"the tests of {ROOT} would test {hisparse_jax.__path__[0]}: install this checkout (make install).")
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

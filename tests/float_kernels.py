@@ -12,6 +12,7 @@ import re
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$")
 _RESULT = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ")
 _FLOATS = re.compile(r"\b(?:f64|f32|bf16|f16|f8\w*)\[")
+_CONFIG = re.compile(r"backend_config=\{.*")
 _TILES = re.compile(r'"fusion_backend_config":.*?(?=,"force_earliest_schedule")')
 _COMMUTING = re.compile(r" (add|multiply|maximum|minimum|and|or)\(")
 _REMARKS = re.compile(r", (metadata|backend_config|frontend_attributes|control-predecessors)=\{.*")
@@ -88,6 +89,8 @@ def _canonical(lines: list[str], bodies: dict[str, list[str]]) -> str:
         result = _RESULT.match(line)
         assert result, line
         text = _REMARKS.sub("", line[result.end() :])
+        if " fusion(" not in line:  # of a product: its tile along what is summed, or the library's algorithm
+            text += "".join(_CONFIG.findall(line))
         commutes = _COMMUTING.search(text)
         text = re.sub(r"%([\w.\-]+)", meaning, text)
         operands = sorted(operands) if commutes else operands

@@ -22,6 +22,8 @@ def test_a_program_stands_alone_or_in_another():
     assert inspect.signature(program) == inspect.signature(scaled)
     nested = jax.jit(lambda state: program(2.0, program(state=state, model=2.0, factor=3), factor=1))
     chex.assert_trees_all_equal(nested({"rows": jnp.ones(3)})["rows"], jnp.full(3, 12.0))
+    alone = jax.jit(lambda model: program(model, {"rows": jnp.ones(3)}, factor=3))
+    chex.assert_trees_all_equal(alone(2.0)["rows"], jnp.full(3, 6.0))
     with pytest.raises(TypeError, match="state"):
         program(2.0, factor=3)  # pyright: ignore[reportCallIssue]
 

@@ -247,12 +247,13 @@ def test_a2_repeated_id_takes_one_slot():
     assert_sound(resolved, after, 4)
 
 
-def test_a3_rows_of_one_request_do_not_evict_each_other():
+@pytest.mark.parametrize("held", [[-1] * 8, [4, 5, 6, 7, -1, -1, -1, -1]], ids=["all miss", "one row hits"])
+def test_a3_rows_of_one_request_do_not_evict_each_other(held):
     topk = [[[0, 1, 2, 3], [4, 5, 6, 7]]]
-    resolved, after = resolve(topk, init_hot_map(1, SLOTS), num_entries=[8], host=[[1, 2]], hot=[[5, 6]])
-    held = np.asarray(after.slot_host)
+    resolved, after = resolve(topk, hot_map_of([held], [list(range(8))]), num_entries=[8], host=[[1, 2]], hot=[[5, 6]])
+    holds = np.asarray(after.slot_host)
     for entry, row in zip(range(8), resolved.rows.reshape(-1).tolist()):
-        assert held[0, (row // 4 - 5) * 4 + row % 4] == 4 + entry
+        assert holds[0, (row // 4 - 5) * 4 + row % 4] == 4 + entry
 
 
 def test_a4_padding_rows_leave_their_request_alone():

@@ -1,5 +1,7 @@
 """The checkers see every fault they are there for: one program per fault, and one that is sound."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -83,3 +85,9 @@ one, same, other = (
     for program in (total, longer_name_and_an_integer_more, mask_from_memory)
 )
 assert one and one == same and one != other, (one, same, other)
+
+product = compile_for_h200(lambda a, b: a @ b, spec((64, 4_096), jnp.bfloat16), spec((4_096, 512), jnp.bfloat16)).hlo
+tiles = set(re.findall(r'"sizes":\["\d+"\]', product))
+assert tiles, "the product names no tile along what it sums"
+for tile in tiles:
+    assert float_kernels(product) != float_kernels(product.replace(tile, '"sizes":["7"]')), tile
