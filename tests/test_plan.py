@@ -11,6 +11,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from runs import run_script
 
 from hisparse_jax import capacity
 from hisparse_jax.config import CacheConfig, preset
@@ -286,8 +287,7 @@ def test_the_script_takes_the_other_flags():
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(change, message, capsys):
-    with pytest.raises(SystemExit) as stop:
-        plan.main(plan.Args(**change))
-    out, err = capsys.readouterr()
-    assert stop.value.code == 2 and out == ""
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in change.items()]
+    code, out, err = run_script("plan.py", *flags, capsys=capsys)
+    assert code == 2 and out == ""
     assert err.count("\n") == 1 and message in err
