@@ -96,14 +96,14 @@ fi
 
 # Tests compile more than they compute: several processes share the GPU, none of which may take all its memory.
 if has xdist; then
-  pytest_options+=(-n "${TEST_PROCESSES:-6}")
+  pytest_options+=(-n "${TEST_PROCESSES:-$(($(nproc) > 15 ? 15 : $(nproc)))}" --maxschedchunk=1)
 else
   echo "pytest-xdist is missing: tests run one after the other"
 fi
 
 if wanted test; then
   # shellcheck disable=SC2086
-  stage test "${TEST_SECONDS:-240}" env XLA_PYTHON_CLIENT_PREALLOCATE=false "$PYTHON" -m pytest -m gpu -v --tb=short --durations=15 "${pytest_options[@]}" ${PYTEST:-}
+  stage test "${TEST_SECONDS:-260}" env XLA_PYTHON_CLIENT_PREALLOCATE=false "$PYTHON" -m pytest -m gpu -v --tb=short --durations=15 "${pytest_options[@]}" ${PYTEST:-tests/test_decode_gpu.py tests}  # the longest first
   grep -E "^(FAILED|ERROR|E  )|passed|failed|^[0-9.]+s (call|setup)" "$OUT/test.log" | cut -c1-180 | tail -n 60
 fi
 
@@ -114,7 +114,7 @@ if lacks tyro && { wanted bench || wanted generate || wanted decode; }; then
 else
   if wanted bench; then
     # shellcheck disable=SC2086
-    stage bench 270 bash -c '"$0" scripts/bench_kernels.py --budget 210 "${@:2}" >"$1/bench.json"' "$PYTHON" "$OUT" ${BENCH:-}
+    stage bench 200 bash -c '"$0" scripts/bench_kernels.py --budget 140 "${@:2}" >"$1/bench.json"' "$PYTHON" "$OUT" ${BENCH:-}
     grep -E '│|┃' "$OUT/bench.log" | sed 's/  */ /g'
   fi
   if wanted generate; then
