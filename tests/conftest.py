@@ -23,7 +23,7 @@ import jax  # noqa: E402
 
 import hisparse_jax  # noqa: E402
 
-if not pathlib.Path(hisparse_jax.__path__[0]).is_relative_to(ROOT):
+if not pathlib.Path(hisparse_jax.__path__[0]).resolve().is_relative_to(ROOT.resolve()):
     raise pytest.UsageError(f"the tests of {ROOT} would test {hisparse_jax.__path__[0]}: install this checkout (make install).")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
