@@ -122,7 +122,10 @@ def test_an_engine_that_parks_nothing_is_computed_anew(tmp_path):
 
 @pytest.mark.slow
 def test_a_full_parking_makes_room_for_those_in_slots(tmp_path):
-    engine = serve(growth_reserve=0.0, patience=2)
+    """Without places for prefixes, which would take them in."""
+    layout = plan(cached_prefixes=0)
+    settings = dataclasses.replace(SETTINGS, growth_reserve=0.0, patience=2)
+    engine = Engine(build(TINY, "f32"), layout, settings, threaded=False)
     handles = [engine.submit(SHORT, 90, seed=seed) for seed in range(7)]
     until(engine, lambda s: s.parked == 3 and s.running == 4)
     engine.save(tmp_path / "full")
@@ -131,14 +134,14 @@ def test_a_full_parking_makes_room_for_those_in_slots(tmp_path):
     run(engine)
     check(*handles)
     check_empty(engine)
-    again, restored = restore(tmp_path / "full")
+    again, restored = restore(tmp_path / "full", layout)
     again.step()
     images = sum(t.image is not None for t in again._loop.scheduler.queue)
     assert images == 3
     again.save(tmp_path / "twice")  # some still wait outside the cache
     for path in (None, tmp_path / "twice"):
         if path is not None:
-            again, restored = restore(path)
+            again, restored = restore(path, layout)
         run(again)
         check(*restored.values())
         check_empty(again)
