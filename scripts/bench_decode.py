@@ -32,6 +32,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")
 import jax
 import jax.numpy as jnp
 import numpy as np
+from bench_inputs import WHOLE_LOOP_GRAPH
 from device_times import device_times
 from filled_cache import filled
 from rich.console import Console
@@ -56,11 +57,6 @@ HIT_OR_MISS = slice(2, 4)
 """Hot hits and misses in `tiered.COUNT_NAMES`."""
 PAIRS = ("same-tiered", "resident"), ("all-tiered", "all-resident"), ("tiered", "all-resident"), ("graph", "all-resident")
 """Runs that must be equal, bit for bit."""
-WHOLE_LOOP_GRAPH = {
-    "xla_gpu_graph_min_graph_size": 1,
-    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,DYNAMIC_SLICE_FUSION",
-}
-"""Captures the loop over steps as one CUDA graph; XLA's default captures runs of kernels within a step."""
 MOST_KERNELS = 14
 """Kernels listed of each run by `--profile`."""
 

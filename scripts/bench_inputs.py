@@ -21,6 +21,11 @@ HBM = 4.8e12
 FP8 = Fp8EntryRows("fp8", 512, 576, 8, "bfloat16", 576)
 BF16 = PlainRows("bf16", 512, 1_024, 0, "bfloat16")
 ENTRIES = 64
+WHOLE_LOOP_GRAPH = {
+    "xla_gpu_graph_min_graph_size": 1,
+    "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,DYNAMIC_SLICE_FUSION",
+}
+"""XLA's options that capture everything, loops too, as one CUDA graph; by default it captures runs of kernels."""
 
 
 @dataclasses.dataclass(frozen=True)

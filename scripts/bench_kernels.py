@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_cases import cases
-from bench_inputs import TINY, Case, Sizes, on_gpu
+from bench_inputs import TINY, WHOLE_LOOP_GRAPH, Case, Sizes, on_gpu
 from device_times import XLA, device_times
 from rich.console import Console
 from rich.table import Table
@@ -40,10 +40,7 @@ PROFILED = 3
 
 OPTIONS = {
     "default": {},
-    "graph": {
-        "xla_gpu_graph_min_graph_size": 1,
-        "xla_gpu_enable_command_buffer": "FUSION,CUSTOM_CALL,WHILE,DYNAMIC_SLICE_FUSION",
-    },
+    "graph": WHOLE_LOOP_GRAPH,
     "stream": {"xla_gpu_enable_command_buffer": ""},
 }
 
