@@ -13,8 +13,9 @@ Seven runs of one model and one context length, each a jitted loop of decode ste
 Every run computes index scores and top-k, then reads what a seeded trace of published locality selects instead
 (`hisparse_jax.traces`; `--selections scored` keeps the model's own): random weights have no locality. All tokens, and the first
 call's logits bit for bit, are compared with the resident twin's of the same requests; a difference is exit code 1. Times are
-medians of calls after warm-up. On a GPU a run takes about a minute, most of it XLA choosing matrix kernels.
-The table for people goes to stderr, the last line of stdout is JSON. On a CPU the model is tiny: a check that the script works.
+medians of calls after warm-up, one of each run in turn. On a GPU a run takes half a minute, most of it XLA choosing matrix
+kernels. The table for people goes to stderr, the last line of stdout is JSON. On a CPU the model is tiny: a check that the script
+works.
 
     .venv/bin/python scripts/bench_decode.py --layers 8 --context 32768 --resident-requests 16
 """
@@ -48,13 +49,13 @@ from hisparse_jax.model.blocks import Attention, DeepseekV4
 from hisparse_jax.programs import COMPILER_OPTIONS
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import TierError
+from hisparse_jax.tiered import COUNT_NAMES
 from hisparse_jax.traces import make_trace
 from pallas_kernels import resolve_and_gather
 from pallas_kernels.resolve_topk import resolve_topk
 
 stderr = Console(stderr=True, width=140)
-HIT_OR_MISS = slice(2, 4)
-"""Hot hits and misses in `tiered.COUNT_NAMES`."""
+HOT_HITS, MISSES = COUNT_NAMES.index("hot_hits"), COUNT_NAMES.index("misses")
 PAIRS = ("same-tiered", "resident"), ("all-tiered", "all-resident"), ("tiered", "all-resident"), ("graph", "all-resident")
 """Runs that must be equal, bit for bit."""
 MOST_KERNELS = 14
@@ -108,19 +109,33 @@ class Run:
     """Of the first call."""
     tokens: list[bytes] = dataclasses.field(default_factory=list)
     """Of every call."""
-    seconds: float = 0.0
-    """Of one step, median over calls."""
-    missing: float | None = None
-    """Missed rows as a share of all selected ones, in the calls that count."""
-    hit_rate: float | None = None
+    times: list[float] = dataclasses.field(default_factory=list)
+    """Seconds of one step, in each call that counts."""
+    counts: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(len(COUNT_NAMES), np.int64))
+    """Of the tiered rows selected, where they stood, in the calls that count."""
     lost: float = 0.0
     """Pages lost as a share of all pages."""
     kernels: dict[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
     """Kernel to its launches and microseconds in a step."""
 
     @property
+    def seconds(self) -> float:
+        return float(np.median(self.times))
+
+    @property
     def tokens_per_s(self) -> float:
         return self.requests / self.seconds
+
+    @property
+    def missing(self) -> float | None:
+        """Missed rows as a share of all selected ones; None where nothing is counted."""
+        return float(self.counts[MISSES] / self.counts.sum()) if self.counts.any() else None
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hits among the rows that stand in no GPU page; None where all do."""
+        asked = self.counts[HOT_HITS] + self.counts[MISSES]
+        return float(self.counts[HOT_HITS] / asked) if asked else None
 
 
 def model_of(args: Args) -> ModelConfig:
@@ -216,49 +231,63 @@ def lower_run(run: Run, model: DeepseekV4, state: Any, picked: Any, args: Args) 
         return jitted.lower(model, state, jnp.int32(args.steps), picked)
 
 
-def measure(run: Run, model: DeepseekV4, args: Args) -> None:
-    """Fills a cache, compiles, warms up, times; keeps what there is to compare."""
-    begin = time.perf_counter()
-    state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=args.all_steps, seed=args.seed)
-    picked = jnp.asarray(selections(run, args)) if args.selections == "traced" else None
-    jax.block_until_ready(state)
-    filled_at = time.perf_counter()
-    if isinstance(state, TieredState):
-        lost = np.asarray(state.ledger.pages_lost).sum()
-        run.lost = float(lost) / (run.requests * run.layout.num_pages(args.context))
-    compiled = lower_run(run, model, state, picked, args).compile()
-    compiled_at = time.perf_counter()
-    stderr.print(
-        f"{run.name}: {run.requests} requests, filled in {filled_at - begin:.0f} s, compiled in {compiled_at - filled_at:.0f} s"
-    )
-    times, counts, num_steps = [], np.zeros(5, np.int64), jnp.int32(args.steps)
-    for number in range(args.warmup + args.calls):
+class Loop:
+    """A run under way: its cache, filled, and its compiled call."""
+
+    def __init__(self, run: Run, model: DeepseekV4, args: Args):
         begin = time.perf_counter()
-        state, output, status = compiled(model, state, num_steps, picked)
+        self.run, self.model, self.steps = run, model, args.steps
+        self.state = filled(run.twin, run.layout, [args.context] * run.requests, max_new_tokens=args.all_steps, seed=args.seed)
+        self.picked = jnp.asarray(selections(run, args)) if args.selections == "traced" else None
+        jax.block_until_ready(self.state)
+        filled_at = time.perf_counter()
+        if isinstance(self.state, TieredState):
+            lost = np.asarray(self.state.ledger.pages_lost).sum()
+            run.lost = float(lost) / (run.requests * run.layout.num_pages(args.context))
+        self.compiled = lower_run(run, model, self.state, self.picked, args).compile()
+        compiling = time.perf_counter() - filled_at
+        stderr.print(f"{run.name}: {run.requests} requests, filled in {filled_at - begin:.0f} s, compiled in {compiling:.0f} s")
+
+    def call(self) -> tuple[float, Any]:
+        """Seconds of one step, and what the call returned. Tokens are kept, and the first call's logits."""
+        run, begin = self.run, time.perf_counter()
+        self.state, output, status = self.compiled(self.model, self.state, jnp.int32(self.steps), self.picked)
         jax.block_until_ready(output.tokens)
         seconds = time.perf_counter() - begin
         if np.asarray(status).any():
-            raise TierError(f"{run.name}: call {number} ended with status {np.asarray(status)}; give the pools more blocks.")
-        run.tokens.append(np.asarray(output.tokens)[: run.requests].tobytes())
-        if number == 0:
+            raise TierError(
+                f"{run.name}: call {len(run.tokens)} ended with status {np.asarray(status)}; give the pools more blocks."
+            )
+        if not run.tokens:
             run.logits = np.array(output.logits)[: run.requests]
-        if number >= args.warmup:
-            times.append(seconds / args.steps)
-            if output.counts is not None:
-                counts += np.asarray(output.counts).sum(axis=(0, 1))
-    if args.profile:
+        run.tokens.append(np.asarray(output.tokens)[: run.requests].tobytes())
+        return seconds / self.steps, output
+
+    def profile(self) -> None:
+        """One more call, of which the kernels are kept."""
         with device_times() as kernels:
-            state, output, _ = jax.block_until_ready(compiled(model, state, num_steps, picked))
-        run.kernels = {name: (len(us) / args.steps, float(us.sum()) / args.steps) for name, us in kernels.items()}
-    if isinstance(state, TieredState) and np.asarray(state.homeless).any():
-        raise TierError(f"{run.name}: selected entries stand in no tier.")
-    run.seconds = float(np.median(times))
-    if counts.any():
-        run.missing = float(counts[3] / counts.sum())
-        asked = counts[HIT_OR_MISS].sum()
-        run.hit_rate = float(counts[2] / asked) if asked else None
-    missing = "" if run.missing is None else f", {run.missing:.1%} missing"
-    stderr.print(f"    {run.seconds * 1e3:.3f} ms a step, {run.tokens_per_s:,.0f} tokens/s{missing}")
+            self.call()
+        self.run.kernels = {name: (len(us) / self.steps, float(us.sum()) / self.steps) for name, us in kernels.items()}
+
+    def check(self) -> None:
+        if isinstance(self.state, TieredState) and np.asarray(self.state.homeless).any():
+            raise TierError(f"{self.run.name}: selected entries stand in no tier.")
+
+
+def measure(runs: list[Run], model: DeepseekV4, args: Args) -> None:
+    """Makes all runs, a call of each in turn: what drifts, drifts under all of them alike."""
+    loops = [Loop(run, model, args) for run in runs]
+    for number in range(args.warmup + args.calls):
+        for loop in loops if number % 2 else loops[::-1]:
+            seconds, output = loop.call()
+            if number >= args.warmup:
+                loop.run.times.append(seconds)
+                if output.counts is not None:
+                    loop.run.counts += np.asarray(output.counts).sum(axis=(0, 1))
+    for loop in loops:
+        if args.profile:
+            loop.profile()
+        loop.check()
 
 
 def differences(runs: dict[str, Run]) -> list[str]:
@@ -285,6 +314,7 @@ def ratios(runs: dict[str, Run]) -> dict[str, float]:
 
     named = {
         "resident_step": speed("same-tiered", "resident"),
+        "resident_step_many": speed("all-tiered", "all-resident"),
         "swap_in_step": speed("tiered", "no-copies"),
         "graph_step": speed("graph", "tiered"),
         "throughput": speed("tiered", "resident"),
@@ -295,6 +325,7 @@ def ratios(runs: dict[str, Run]) -> dict[str, float]:
 
 TARGETS = {
     "resident_step": ("nothing lost, against the resident twin", ">= 0.99"),
+    "resident_step_many": ("the same with as many requests as tiered decode holds", ">= 0.99"),
     "swap_in_step": ("with swap-in, against its copies left out", ">= 0.95"),
     "graph_step": ("the loop as one CUDA graph, against the default", ""),
     "throughput": ("tokens/s on the same slab", ">= 3"),
@@ -304,12 +335,13 @@ TARGETS = {
 
 def report(runs: dict[str, Run], args: Args) -> None:
     table = Table(title=f"decode of {args.context:,}-token requests, {jax.devices()[0].device_kind}")
-    for name in ("run", "requests", "slab GiB", "pages lost", "missing", "hit rate", "ms/step", "tokens/s"):
+    for name in ("run", "requests", "slab GiB", "pages lost", "missing", "hit rate", "ms/step", "from", "to", "tokens/s"):
         table.add_column(name, justify="left" if name == "run" else "right")
     for run in runs.values():
         share = ["" if x is None else f"{x:.1%}" for x in (run.lost, run.missing, run.hit_rate)]
         slab = f"{run.layout.slab_bytes / 2**30:.2f}"
-        table.add_row(run.name, str(run.requests), slab, *share, f"{run.seconds * 1e3:.3f}", f"{run.tokens_per_s:,.0f}")
+        times = (f"{seconds * 1e3:.3f}" for seconds in (run.seconds, min(run.times), max(run.times)))
+        table.add_row(run.name, str(run.requests), slab, *share, *times, f"{run.tokens_per_s:,.0f}")
     stderr.print(table)
     for run in runs.values():
         busy = sum(us for _, us in run.kernels.values())
@@ -340,10 +372,8 @@ def main(args: Args) -> int:
         raise ConfigError(f"--only names no run {unknown[0]!r}; there are {', '.join(run.name for run in planned)}.")
     planned = [run for run in planned if not wanted or run.name in wanted]
     model = random_model(config, planned[0].layout.cache.rows, args.seed)
-    runs: dict[str, Run] = {}
-    for run in planned:
-        measure(run, model, args)
-        runs[run.name] = run
+    measure(planned, model, args)
+    runs = {run.name: run for run in planned}
     faults, compared = differences(runs), [pair for pair in PAIRS if runs.keys() >= set(pair)]
     equal = f"{len(compared)} pairs of runs equal, bit for bit" if compared else "no two of these runs are comparable"
     report(runs, args)
@@ -351,7 +381,8 @@ def main(args: Args) -> int:
     stderr.print(f"[bold {colour}]{'; '.join(faults) or equal}[/]")
     rows = [
         {"run": r.name, "requests": r.requests, "slab_bytes": r.layout.slab_bytes, "pages_lost": r.lost, "missing": r.missing,
-         "hit_rate": r.hit_rate, "ms_per_step": r.seconds * 1e3, "tokens_per_s": r.tokens_per_s}
+         "hit_rate": r.hit_rate, "ms_per_step": r.seconds * 1e3, "ms_of_calls": [x * 1e3 for x in r.times],
+         "tokens_per_s": r.tokens_per_s}
         for r in runs.values()
     ]  # fmt: skip
     print(json.dumps({"card": jax.devices()[0].device_kind, "context": args.context, "layers": config.num_hidden_layers,
