@@ -75,14 +75,22 @@ class RowFormat(abc.ABC):
         """Quantises and lays out rows. `x` is f32 or bf16; quantised formats round it to bf16 first."""
 
     @abc.abstractmethod
-    def unpack_scaled(
-        self, rows: UInt8[Array, "*batch row_bytes"]
-    ) -> tuple[Float[Array, "*batch channels"], Float32[Array, "*batch"]]:
+    def fields(self, rows: UInt8[Array, "*batch row_bytes"]) -> tuple[UInt8[Array, "*batch _"], ...]:
+        """The bytes of packed rows by what they hold, as `numbers` takes them. Padding is left out."""
+
+    @abc.abstractmethod
+    def numbers(self, *fields: UInt8[Array, "*batch _"]) -> tuple[Float[Array, "*batch channels"], Float32[Array, "*batch"]]:
         """Rows as `(values, scale)` with `values * scale` the exact stored numbers.
 
         `values` are in `compute_dtype`. `scale` differs from 1 for fp8 index rows only, whose one power-of-two scale
         belongs behind the dot product. Zero bytes give zeros.
         """
+
+    def unpack_scaled(
+        self, rows: UInt8[Array, "*batch row_bytes"]
+    ) -> tuple[Float[Array, "*batch channels"], Float32[Array, "*batch"]]:
+        """Packed rows as `(values, scale)`: see `numbers`."""
+        return self.numbers(*self.fields(rows))
 
     def unpack(self, rows: UInt8[Array, "*batch row_bytes"]) -> Float[Array, "*batch channels"]:
         """Rows as numbers in `compute_dtype`, exact unless a product leaves bf16's range. Zero bytes give zeros."""
@@ -122,8 +130,12 @@ class PlainRows(RowFormat):
         return _to_bytes(x.astype(self.compute_dtype))
 
     @override
-    def unpack_scaled(self, rows):
-        values = _from_bytes(rows, self.compute_dtype)
+    def fields(self, rows):
+        return (rows,)
+
+    @override
+    def numbers(self, *fields):
+        values = _from_bytes(fields[0], self.compute_dtype)
         return values, jnp.ones(values.shape[:-1], jnp.float32)
 
 
@@ -143,14 +155,18 @@ class Fp8EntryRows(RowFormat):
         return jnp.concatenate((values, rope, byte.astype(jnp.uint8), pad), axis=-1)
 
     @override
-    def unpack_scaled(self, rows):
+    def fields(self, rows):
         values, scales = self._split(rows)
         nope = ENTRY_DIM - ENTRY_ROPE
-        tiles = _from_e4m3(values[..., :nope]).reshape(*rows.shape[:-1], -1, ENTRY_TILE)
-        tiles = tiles * _e8m0_to_bf16(scales[..., :-1])[..., None]
-        rope = _from_bytes(values[..., nope:], jnp.bfloat16)
-        out = jnp.concatenate((tiles.reshape(*rows.shape[:-1], nope), rope), axis=-1)
-        return out, jnp.ones(rows.shape[:-1], jnp.float32)
+        return values[..., :nope], values[..., nope:], scales[..., :-1]
+
+    @override
+    def numbers(self, *fields):
+        values, rope, scales = fields
+        batch = values.shape[:-1]
+        tiles = _from_e4m3(values).reshape(*batch, -1, ENTRY_TILE) * _e8m0_to_bf16(scales)[..., None]
+        out = jnp.concatenate((tiles.reshape(*batch, -1), _from_bytes(rope, jnp.bfloat16)), axis=-1)
+        return out, jnp.ones(batch, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +182,12 @@ class Fp8IndexRows(RowFormat):
         return jnp.concatenate((_to_e4m3(x, byte), _to_bytes(scale[..., None])), axis=-1)
 
     @override
-    def unpack_scaled(self, rows):
-        values, scales = self._split(rows)
+    def fields(self, rows):
+        return self._split(rows)
+
+    @override
+    def numbers(self, *fields):
+        values, scales = fields
         return _from_e4m3(values), _from_bytes(scales, jnp.float32)[..., 0]
 
     @override
@@ -191,12 +211,17 @@ class Fp4IndexRows(RowFormat):
         return jnp.concatenate((values, byte), axis=-1).astype(jnp.uint8)
 
     @override
-    def unpack_scaled(self, rows):
-        values, scales = self._split(rows)
+    def fields(self, rows):
+        return self._split(rows)
+
+    @override
+    def numbers(self, *fields):
+        values, scales = fields
+        batch = values.shape[:-1]
         codes = jnp.stack((values & 15, values >> 4), axis=-1)
-        tiles = _from_e2m1(codes).reshape(*rows.shape[:-1], -1, FP4_TILE)
-        out = (tiles * _e8m0_to_bf16(scales)[..., None]).reshape(*rows.shape[:-1], self.channels)
-        return out, jnp.ones(rows.shape[:-1], jnp.float32)
+        tiles = _from_e2m1(codes).reshape(*batch, -1, FP4_TILE)
+        out = (tiles * _e8m0_to_bf16(scales)[..., None]).reshape(*batch, self.channels)
+        return out, jnp.ones(batch, jnp.float32)
 
 
 def entry_format(model: ModelConfig, rows: str) -> RowFormat:

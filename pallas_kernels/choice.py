@@ -14,6 +14,7 @@ from pallas_kernels import cuda_kernels
 ON_CUDA = {
     "topk_select": ("cuda", "pallas"),
     "resolve_topk": ("cuda", "xla"),
+    "sinkhorn": ("pallas",),
 }
 """By op: on CUDA the first of these that is there is the default."""
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int16, Int32, UInt8
+from jaxtyping import Array, Bool, Float, Float32, Int16, Int32, UInt8
 
 from pallas_kernels.windows import read_windows, row_parts, write_windows
 
@@ -29,6 +29,18 @@ def topk_select(scores: Float[Array, "*rows N"], lengths: Int32[Array, "*rows"],
     best = jnp.where(best < size, best, MISS)
     unused = [(0, 0)] * (best.ndim - 1) + [(0, k - best.shape[-1])]
     return jnp.pad(best, unused, constant_values=MISS)
+
+
+def sinkhorn(matrix: Float32[Array, "*batch n n"], iterations: int, eps: float) -> Float32[Array, "*batch n n"]:
+    """Columns and rows divided by their sums plus `eps` in turn; `iterations` column passes, the first and the last."""
+
+    def columns(m):
+        return m / (m.sum(axis=-2, keepdims=True) + eps)
+
+    def both(_, m):
+        return columns(m / (m.sum(axis=-1, keepdims=True) + eps))
+
+    return jax.lax.fori_loop(0, iterations - 1, both, columns(matrix))
 
 
 class Resolution(NamedTuple):

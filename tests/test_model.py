@@ -11,11 +11,11 @@ import pytest
 from hisparse_jax.config import C4, C128, SWA, preset
 from hisparse_jax.model.attention import sink_attention
 from hisparse_jax.model.compressor import Compressor, ring_rows, ring_width
-from hisparse_jax.model.hyper_connections import sinkhorn
 from hisparse_jax.model.moe import MoE
 from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import make_span
 from hisparse_jax.sequences import sample
+from pallas_kernels.sinkhorn import sinkhorn
 
 RNG = np.random.default_rng(11)
 FLASH, TINY = preset("v4-flash"), preset("tiny")

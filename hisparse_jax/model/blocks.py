@@ -20,7 +20,7 @@ from hisparse_jax.model.compressor import Compressor
 from hisparse_jax.model.hyper_connections import HeadMixer, HyperConnection
 from hisparse_jax.model.indexer import Indexer, score_entries
 from hisparse_jax.model.moe import MoE
-from hisparse_jax.model.numerics import border, contract, linear, rms, rms_norm
+from hisparse_jax.model.numerics import border, contract, linear, numbers_of, rms, rms_norm
 from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import Span, read_ring, write_ring
 from hisparse_jax.rows import RowFormat, hadamard
@@ -71,9 +71,8 @@ class Attention(nnx.Module):
                 seen = led.indices >= 0
             else:
                 packed, seen = cache.read_c128(self.layer, apart, layout)
-            packed, seen = border((packed, seen))
-            keys.append(layout.entry.unpack(packed))
-            masks.append(seen)
+            keys.append(numbers_of(packed, layout.entry)[0])
+            masks.append(border(seen))
         out = sink_attention(q, tuple(keys), tuple(masks), self.sink[...])
         return self._project(rotate(out, span.positions[..., None], freqs, inverse=True)), state, cache, led
 
@@ -82,7 +81,7 @@ class Attention(nnx.Module):
         width = self.config.sliding_window
         history = jnp.concatenate([read_ring(window, span, width), rows], axis=1)
         position = span.start[:, None] - width + jnp.arange(history.shape[1])[None, :]
-        keys = entry.unpack(border(jnp.where((position >= 0)[..., None], history, 0)))
+        keys, _ = numbers_of(jnp.where((position >= 0)[..., None], history, 0), entry)
         index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]
         return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
 

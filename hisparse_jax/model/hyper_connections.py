@@ -10,23 +10,12 @@ from jaxtyping import Array, Float
 
 from hisparse_jax.config import ModelConfig
 from hisparse_jax.model.numerics import contract, rms
+from pallas_kernels.sinkhorn import sinkhorn
 
 
 def _mixing_logits(streams: Float[Array, "... n D"], fn: Float[Array, "M nD"], eps: float) -> Float[Array, "... M"]:
     flat = streams.reshape(*streams.shape[:-2], -1)
     return contract("...d,md->...m", rms(flat, eps), fn)
-
-
-def sinkhorn(matrix: Float[Array, "... n n"], iterations: int, eps: float) -> Float[Array, "... n n"]:
-    """Rescales rows and columns of a positive matrix in turn, `iterations` column passes, ending on one."""
-
-    def columns(m):
-        return m / (m.sum(axis=-2, keepdims=True) + eps)
-
-    def both(_, m):
-        return columns(m / (m.sum(axis=-1, keepdims=True) + eps))
-
-    return jax.lax.fori_loop(0, iterations - 1, both, columns(matrix))
 
 
 class HyperConnection(nnx.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 
 from hisparse_jax.config import C4, ModelConfig
 from hisparse_jax.model.compressor import Compressor
-from hisparse_jax.model.numerics import border, contract, linear
+from hisparse_jax.model.numerics import border, contract, linear, numbers_of
 from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import Span
 from hisparse_jax.rows import RowFormat, hadamard
@@ -68,7 +68,7 @@ def score_entries(
     blocks, width = -(-num_pages // block_pages), block_pages * page_entries
 
     def block(number):
-        keys, scale = index.unpack_scaled(border(read_keys(number * block_pages, block_pages)))
+        keys, scale = numbers_of(read_keys(number * block_pages, block_pages), index)
         dots = jax.nn.relu(contract("rthd,rnd->rthn", queries, keys))
         return border(contract("rth,rthn->rtn", weights, dots) * scale[:, None, :])
 

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32, UInt8
+
+from hisparse_jax.rows import RowFormat
 
 
 def border(tree):
@@ -12,6 +14,16 @@ def border(tree):
     and found, so each crossing between that and the arithmetic is a border; inside, both trace the same functions.
     """
     return jax.lax.optimization_barrier(tree)
+
+
+def numbers_of(
+    rows: UInt8[Array, "*batch row_bytes"], fmt: RowFormat
+) -> tuple[Float[Array, "*batch channels"], Float32[Array, "*batch"]]:
+    """Packed rows of a cache as `(values, scale)`: `RowFormat.numbers`.
+
+    Their fields cross the border apart, so that reading a row and taking it to pieces is one kernel.
+    """
+    return fmt.numbers(*border(fmt.fields(rows)))
 
 
 def contract(equation: str, *operands: Array) -> Float[Array, "..."]:
