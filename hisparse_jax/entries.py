@@ -82,15 +82,19 @@ class EntryCache(struct.PyTreeNode):
         place, entries = layout.index_place(layer), layout.page_entries
         return self._store(place, self.base, layout.index, entries, entries, rows, numbers, real, span)
 
+    def index_pages(self, layer: int, span: Span, layout: CacheLayout) -> tuple[Int32[Array, "R P"], int]:
+        """Blocks of each request's pages of index keys, and the byte of a block where such a page starts."""
+        place = layout.index_place(layer)
+        return span.of(self.base[place.group]), place.offset
+
     def read_index(
         self, layer: int, first_page: Int32[Array, ""], num_pages: int, span: Span, layout: CacheLayout
     ) -> UInt8[Array, "R n row_bytes"]:
         """Packed index keys of `num_pages` pages from `first_page`; zero bytes where no page stands."""
-        place = layout.index_place(layer)
-        table = span.of(self.base[place.group])
+        table, offset = self.index_pages(layer, span, layout)
         table = jnp.pad(table, ((0, 0), (0, num_pages)), constant_values=NULL_BLOCK)
         blocks = jax.lax.dynamic_slice_in_dim(table, first_page, num_pages, axis=1)
-        return pages.read_page_rows(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=place.offset)
+        return pages.read_page_rows(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=offset)
 
     def read_c128(
         self, layer: int, span: Span, layout: CacheLayout

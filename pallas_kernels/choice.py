@@ -15,6 +15,7 @@ ON_CUDA = {
     "topk_select": ("cuda", "pallas"),
     "resolve_topk": ("cuda", "xla"),
     "sinkhorn": ("pallas",),
+    "index_scores": ("cuda", "xla"),
 }
 """By op: on CUDA the first of these that is there is the default."""
 
@@ -23,6 +24,8 @@ def choose(name: str, implementation: str | None, implementations: Mapping[str, 
     """Runs op `name` on `operands` by `implementation`; by None as `xla` on a CPU, as `ON_CUDA` says on CUDA."""
     if implementation is None:
         there = [kind for kind in ON_CUDA[name] if kind != "cuda" or name in cuda_kernels.registered()]
+        if there[0] == "xla":
+            return implementations["xla"](*operands)
         return jax.lax.platform_dependent(*operands, cpu=implementations["xla"], cuda=implementations[there[0]])
     if implementation not in implementations:
         known = ", ".join(repr(kind) for kind in implementations)

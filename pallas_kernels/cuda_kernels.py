@@ -10,7 +10,9 @@ from collections.abc import Callable
 
 import jax
 
-KERNELS = ("gather_rows", "store_entry", "copy_pages", "topk_select", "resolve_topk", "resolve_and_gather")
+KERNELS = (
+    "gather_rows", "store_entry", "copy_pages", "topk_select", "resolve_topk", "resolve_and_gather", "index_scores",
+)  # fmt: skip
 
 _registered: set[str] = set()
 _loaders: list[Callable[[], object]] = []

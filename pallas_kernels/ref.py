@@ -43,6 +43,31 @@ def sinkhorn(matrix: Float32[Array, "*batch n n"], iterations: int, eps: float) 
     return jax.lax.fori_loop(0, iterations - 1, both, columns(matrix))
 
 
+def index_scores(
+    slab: UInt8[Array, "N stride"],
+    blocks: Int32[Array, "R P"],
+    queries: Float[Array, "R T H d"],
+    weights: Float32[Array, "R T H"],
+    *,
+    page_entries: int,
+    offset: int,
+) -> Float32[Array, "R T columns"]:
+    """`sum_h weights[h] * relu(queries[h] . key) * scale` of every entry of whole pages; 0 in null or unknown ones."""
+    channels, (requests, pages) = queries.shape[-1], blocks.shape
+    block = jnp.where(blocks > NULL_BLOCK, blocks, slab.shape[0])
+
+    def read(first: int, width: int, dtype):
+        found = read_windows(slab, block, jnp.full_like(block, offset + first), width * page_entries)
+        size = jnp.dtype(dtype).itemsize
+        found = found.reshape(requests, pages * page_entries, width // size, *((size,) if size > 1 else ()))
+        return jax.lax.bitcast_convert_type(found, dtype).astype(jnp.float32)
+
+    keys, scale = read(0, channels, jnp.float8_e4m3fn), read(channels * page_entries, 4, jnp.float32)
+    highest = jax.lax.Precision.HIGHEST
+    dots = jnp.einsum("rthd,rnd->rthn", queries.astype(jnp.float32), keys, precision=highest)
+    return jnp.einsum("rth,rthn->rtn", weights, jax.nn.relu(dots), precision=highest) * scale[:, None, :, 0]
+
+
 class Resolution(NamedTuple):
     """What `resolve_topk` gives. R = Q * K references of one request, row by row, column by column.
 

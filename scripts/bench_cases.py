@@ -6,11 +6,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_inputs import HBM, Case, Sizes, on_gpu, variants_of
+from bench_inputs import ENTRIES, HBM, Case, Sizes, on_gpu, variants_of
 from bench_swap_in import gather_cases, resolve_cases, skewed_cases, swap_in_cases, trace_cases
 from bench_way_out import backup_cases, store_cases
 
-from pallas_kernels import ref, topk_select
+from pallas_kernels import cuda_kernels, index_scores, ref, sinkhorn, topk_select
 
 
 def topk_cases(s: Sizes) -> Iterator[Case]:
@@ -42,6 +42,66 @@ def topk_cases(s: Sizes) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def index_cases(s: Sizes) -> Iterator[Case]:
+    """64 heads of 128 channels, as V4-Flash has them, over the keys of 32,768 and of 131,072 tokens."""
+    shapes = ((64, 128), (64, 512), (1, 128)) if on_gpu() else ((2, 2),)
+    stride = 65 * 576  # a block of V4-Flash
+    for batch, pages in shapes:
+        columns = pages * ENTRIES
+
+        def fixed(batch=batch, pages=pages):
+            num_blocks = 1 + batch * pages
+            values = jax.random.normal(jax.random.key(0), (num_blocks, ENTRIES * 128), jnp.bfloat16).astype(jnp.float8_e4m3fn)
+            scales = jnp.exp2(jax.random.randint(jax.random.key(1), (num_blocks, ENTRIES), -6, 6).astype(jnp.float32))
+            parts = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(num_blocks, -1) for x in (values, scales)]
+            slab = jnp.concatenate([*parts, jnp.zeros((num_blocks, stride - 132 * ENTRIES), jnp.uint8)], axis=1)
+            return slab, 1 + jax.random.permutation(jax.random.key(2), batch * pages).astype(jnp.int32).reshape(batch, pages)
+
+        def draw(key, launches, batch=batch):
+            def one(key):
+                queries = jax.random.normal(key, (batch, 1, 64, 128), jnp.bfloat16).astype(jnp.float8_e4m3fn)
+                return queries.astype(jnp.bfloat16), jax.random.normal(jax.random.fold_in(key, 1), (batch, 1, 64))
+
+            return tuple(one(jax.random.fold_in(key, i)) for i in range(launches))
+
+        def step(fixed, state, inputs, variant, batch=batch, columns=columns):
+            lengths = jnp.full(batch, columns, jnp.int32)
+            place = dict(page_entries=ENTRIES, offset=0)
+            return state, index_scores.index_scores(*fixed, *inputs, lengths, **place, implementation=variant)
+
+        def check(run, fixed=fixed, draw=draw):
+            (inputs,) = draw(jax.random.key(3), 1)
+            _, got = run(None, inputs)
+            want = jax.jit(ref.index_scores, static_argnames=("page_entries", "offset"))(
+                *fixed(), *inputs, page_entries=ENTRIES, offset=0
+            )
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5 * float(jnp.abs(want).max()))
+
+        variants = ("xla", *(["cuda"] if on_gpu() and "index_scores" in cuda_kernels.registered() else []))
+        yield Case(
+            "index_scores", f"B {batch}, {columns:,} keys", {v: functools.partial(step, variant=v) for v in variants},
+            lambda: jnp.zeros(()), draw, check, floor_us=batch * columns * 132 / HBM * 1e6, fixed=fixed, most=16,
+        )  # fmt: skip
+
+
+def sinkhorn_cases(s: Sizes) -> Iterator[Case]:
+    def draw(key, launches):
+        return tuple((jnp.exp(jax.random.normal(jax.random.fold_in(key, i), (s.requests, 4, 4))),) for i in range(launches))
+
+    def step(fixed, state, inputs, variant):
+        return state, sinkhorn.sinkhorn(inputs[0], 20, 1e-6, implementation=variant)
+
+    def check(run):
+        (inputs,) = draw(jax.random.key(1), 1)
+        np.testing.assert_allclose(run(None, inputs)[1], ref.sinkhorn(*inputs, 20, 1e-6), rtol=1e-5)
+
+    variants = {v: functools.partial(step, variant=v) for v in (("xla", "pallas") if on_gpu() else ("xla",))}
+    yield Case("sinkhorn", f"[{s.requests}, 4, 4] 20 passes", variants, lambda: jnp.zeros(()), draw, check)
+
+
 def cases(s: Sizes) -> Iterator[Case]:
-    for make in (resolve_cases, swap_in_cases, skewed_cases, trace_cases, store_cases, topk_cases, gather_cases, backup_cases):
+    for make in (
+        resolve_cases, swap_in_cases, skewed_cases, trace_cases, store_cases, topk_cases, index_cases, sinkhorn_cases,
+        gather_cases, backup_cases,
+    ):  # fmt: skip
         yield from make(s)

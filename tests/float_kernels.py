@@ -14,7 +14,10 @@ _RESULT = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = ")
 _FLOATS = re.compile(r"\b(?:f64|f32|bf16|f16|f8\w*)\[")
 _CONFIG = re.compile(r"backend_config=\{.*")
 _TILES = re.compile(r'"fusion_backend_config":.*?(?=,"force_earliest_schedule")')
-_COMMUTING = re.compile(r" (add|multiply|maximum|minimum|and|or)\(")
+_COMMUTING = re.compile(r" (add|multiply|maximum|minimum|and|or|tuple)\(")
+"""The results of a kernel with several may stand in any order."""
+_BYTES = re.compile(r"\bu8\[\d+,\d+\]")
+"""A slab, whose number of blocks changes nothing in a kernel of ours."""
 _REMARKS = re.compile(r", (metadata|backend_config|frontend_attributes|control-predecessors)=\{.*")
 _MOVES = {
     "bitcast", "broadcast", "call", "compare", "concatenate", "conditional", "constant", "copy", "dynamic-slice",
@@ -89,6 +92,8 @@ def _canonical(lines: list[str], bodies: dict[str, list[str]]) -> str:
         result = _RESULT.match(line)
         assert result, line
         text = _REMARKS.sub("", line[result.end() :])
+        if 'custom_call_target="hisparse_' in line:
+            text = _BYTES.sub("u8[N,stride]", text)
         if " fusion(" not in line:  # of a product: its tile along what is summed, or the library's algorithm
             text += "".join(_CONFIG.findall(line))
         commutes = _COMMUTING.search(text)

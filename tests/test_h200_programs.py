@@ -19,6 +19,6 @@ def test_compiles_for_an_h200(run_h200, program):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["prefill", "spill", "verify", "prefetch"])
+@pytest.mark.parametrize("case", ["pallas", "prefill", "spill", "verify", "prefetch"])
 def test_other_calls_at_v4_flashs_geometry_compile_too(run_h200, case):
     run_h200(PROGRAMS[0].with_name("decode_geometry.py"), case)

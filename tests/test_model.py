@@ -15,7 +15,6 @@ from hisparse_jax.model.moe import MoE
 from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import make_span
 from hisparse_jax.sequences import sample
-from pallas_kernels.sinkhorn import sinkhorn
 
 RNG = np.random.default_rng(11)
 FLASH, TINY = preset("v4-flash"), preset("tiny")
@@ -112,14 +111,6 @@ def test_entries_seen_by_position():
     c4, c128 = span.num_entries(C4)[0], span.num_entries(C128)[0]
     assert c4[jnp.array([2, 3, 6, 7, 11, 127, 1_000])].tolist() == [0, 1, 1, 2, 3, 32, 250]
     assert c128[jnp.array([126, 127, 255, 639, 1_000])].tolist() == [0, 1, 2, 5, 7]
-
-
-def test_sinkhorn_is_doubly_stochastic():
-    mixed = np.asarray(sinkhorn(jnp.asarray(np.exp(normal(5, 4, 4))), 20, 1e-6))
-    np.testing.assert_allclose(mixed.sum(axis=-2), 1, atol=1e-5)
-    np.testing.assert_allclose(mixed.sum(axis=-1), 1, atol=1e-3)
-    once = np.exp(normal(4, 4))
-    np.testing.assert_allclose(sinkhorn(jnp.asarray(once), 1, 0.0), once / once.sum(axis=0), rtol=1e-5)
 
 
 def attention_inputs():

@@ -107,15 +107,7 @@ class Attention(nnx.Module):
         if not self.leads and led is not None:
             return led
         queries, weights = self.indexer.queries(x, qr, span, layout.index, rotated=layout.cache.hadamard)
-        scores = score_entries(
-            queries,
-            weights,
-            lambda page, n: cache.read_index(self.layer, page, n, apart, layout),
-            index=layout.index,
-            limit=apart.num_entries(C4).max(),
-            num_pages=layout.max_pages,
-            page_entries=layout.page_entries,
-        )
+        scores = score_entries(queries, weights, cache, self.layer, apart, layout)
         return Selection.of(scores, apart.num_entries(C4), self.config.index_topk)
 
     def _project(self, out: Float[Array, "R T H c"]) -> Float[Array, "R T D"]:

@@ -4,19 +4,21 @@ Source: DeepSeek V4's published inference code: `I = sum_h g_h relu(q_h . k)`, n
 sign. Keys are read page by page from the cache and scored in blocks, so that no array over heads x all entries exists.
 """
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int32, UInt8
+from jaxtyping import Array, Float, Float32
 
 from hisparse_jax.config import C4, ModelConfig
+from hisparse_jax.entries import EntryCache
+from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.compressor import Compressor
 from hisparse_jax.model.numerics import border, contract, linear, numbers_of
 from hisparse_jax.model.rope import frequencies, rotate
 from hisparse_jax.model.span import Span
 from hisparse_jax.rows import RowFormat, hadamard
+from pallas_kernels.choice import choose
+from pallas_kernels.index_scores import fits, index_scores
 
 DECODE_BLOCK, PREFILL_BLOCK = 4_096, 512
 """Entries scored at a time; in decode by all query rows of a request together."""
@@ -49,26 +51,44 @@ class Indexer(nnx.Module):
 def score_entries(
     queries: Float[Array, "R T H d"],
     weights: Float32[Array, "R T H"],
-    read_keys: Callable[[jax.Array, int], UInt8[Array, "R n row_bytes"]],
-    *,
-    limit: Int32[Array, ""],
-    index: RowFormat,
-    num_pages: int,
-    page_entries: int,
+    cache: EntryCache,
+    layer: int,
+    span: Span,
+    layout: CacheLayout,
 ) -> Float32[Array, "R T N"]:
-    """Index score of the first `limit` entries of `num_pages` pages; later columns hold leftovers or zeros, to be masked.
+    """Index score of every entry that a request may hold; columns past its newest hold anything, to be masked.
 
-    `read_keys(page, n)` gives the packed index keys of pages page..page+n-1. Prefill scores as many blocks as `limit` needs.
-    Decode (R > 1, or one row) scores all of them: a loop whose length the GPU has to tell the host would cost more. The scores
-    are a border: selection reads exactly these numbers in both twins.
+    In decode (R > 1, or one row) one CUDA kernel scores all of them where the library has it and the shapes fit. The scores are a
+    border: selection reads exactly these numbers in both twins.
     """
-    decoding = queries.shape[0] > 1 or queries.shape[1] == 1
+    decoding, heads, channels = queries.shape[0] > 1 or queries.shape[1] == 1, *queries.shape[2:]
+    blocks, offset = cache.index_pages(layer, span, layout)
+
+    def by_blocks(queries, weights):
+        return _by_blocks(queries, weights, cache, layer, span, layout, decoding=decoding)
+
+    def by_kernel(queries, weights):
+        lengths = span.num_entries(C4).max(axis=1)
+        place = dict(page_entries=layout.page_entries, offset=offset)
+        return border(index_scores(cache.slab, blocks, queries, weights, lengths, **place, implementation="cuda"))
+
+    shape = dict(stride=layout.stride, page_entries=layout.page_entries, offset=offset)
+    if not (decoding and layout.index.name == "fp8" and fits(queries.shape[0] * queries.shape[1], heads, channels, **shape)):
+        return by_blocks(queries, weights)
+    return choose("index_scores", None, dict(xla=by_blocks, cuda=by_kernel), queries, weights)
+
+
+def _by_blocks(queries, weights, cache: EntryCache, layer: int, span: Span, layout: CacheLayout, *, decoding: bool):
+    """By XLA, in blocks of entries. Prefill scores as many as the longest request needs. Decode scores all of them: a loop whose
+    length the GPU has to tell the host would cost more."""
+    num_pages, page_entries = layout.max_pages, layout.page_entries
     wanted = max(DECODE_BLOCK // queries.shape[1], PREFILL_BLOCK) if decoding else PREFILL_BLOCK
     block_pages = min(num_pages, max(1, wanted // page_entries))
     blocks, width = -(-num_pages // block_pages), block_pages * page_entries
 
     def block(number):
-        keys, scale = numbers_of(read_keys(number * block_pages, block_pages), index)
+        packed = cache.read_index(layer, number * block_pages, block_pages, span, layout)
+        keys, scale = numbers_of(packed, layout.index)
         dots = jax.nn.relu(contract("rthd,rnd->rthn", queries, keys))
         return border(contract("rth,rthn->rtn", weights, dots) * scale[:, None, :])
 
@@ -82,4 +102,5 @@ def score_entries(
         return jax.lax.dynamic_update_slice_in_dim(scores, block(number), number * width, axis=2)
 
     scores = jnp.zeros((*queries.shape[:2], blocks * width), jnp.float32)
+    limit = span.num_entries(C4).max()
     return jax.lax.fori_loop(0, -(-limit // width), fill, scores)[..., : num_pages * page_entries]

@@ -2,8 +2,9 @@
 
 The tiered program may copy neither a pool nor the slab, nor want host memory beside the pools. And both compute with the same
 kernels wherever numbers are rounded, or they could differ in a bit. Without an argument the decode call, two C4 layers
-and one of each other kind standing for 43, written through. With one: `prefill`, a chunk; C4 layers alone for `spill`,
-the copies of a lazy spill, `verify`, steps of 4 rows, and `prefetch`, a layer that gets its leader's rows early.
+and one of each other kind standing for 43, written through, by CUDA kernels. With one: `pallas`, the same without them;
+`prefill`, a chunk; C4 layers alone for `spill`, the copies of a lazy spill, `verify`, steps of 4 rows, and `prefetch`, a
+layer that gets its leader's rows early.
 """
 
 import dataclasses
@@ -15,7 +16,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 from float_kernels import float_kernels
-from h200 import assert_in_place, compile_for_h200, spec, specs_like
+from h200 import assert_in_place, compile_for_h200, pretend_cuda_kernels, spec, specs_like
 
 from hisparse_jax import decode, resident
 from hisparse_jax.config import CacheConfig, preset
@@ -95,9 +96,13 @@ def check(call_of: Callable, compress_ratios: tuple[int, ...], leaders: tuple[in
 
 CASES = {
     "decode": lambda: check(decode_call, (0, 4, 128, 4)),
+    "pallas": lambda: check(decode_call, (0, 4, 128, 4)),
     "prefill": lambda: check(prefill_call, (0, 4, 128)),
     "spill": lambda: check(decode_call, (4, 4), backup="spill"),
     "verify": lambda: check(verify_call, (4, 4), draft_rows=3),
     "prefetch": lambda: check(decode_call, (4, 4, 4), leaders=(0, 2), prefetch_followers=True),
 }
-CASES[sys.argv[1] if len(sys.argv) > 1 else "decode"]()
+case = sys.argv[1] if len(sys.argv) > 1 else "decode"
+if case != "pallas":
+    pretend_cuda_kernels()
+CASES[case]()

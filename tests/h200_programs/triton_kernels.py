@@ -1,4 +1,4 @@
-"""Top-k selection and resolve by Pallas compile for an H200: one kernel each, map and LRU in place, nothing sorted."""
+"""Top-k selection, resolve and Sinkhorn by Pallas compile for an H200: one kernel each, map and LRU in place, nothing sorted."""
 
 import functools
 
@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from h200 import assert_in_place, compile_for_h200, spec
 
 from pallas_kernels.resolve_topk import resolve_topk
+from pallas_kernels.sinkhorn import sinkhorn
 from pallas_kernels.topk_select import topk_select
 
 
@@ -36,6 +37,16 @@ def check_resolve(batch: int, query_rows: int, top_k: int, slots: int, pages: in
     assert_in_place(program, *hot_map)
 
 
+def check_sinkhorn(count: int, n: int) -> None:
+    normalise = functools.partial(sinkhorn, iterations=20, eps=1e-6, implementation="pallas")
+    program = compile_for_h200(normalise, spec((count, n, n), jnp.float32), triton=True)
+    print("sinkhorn", count, n, program.stats.temp_size_in_bytes)
+    assert_one_kernel(program)
+    assert "while" not in program.hlo
+
+
+check_sinkhorn(64, 4)
+check_sinkhorn(2_049, 8)
 check_topk(64, 8_192, 512)
 check_topk(64, 32_768, 512)
 check_topk(64, 32_768, 1_024, jnp.bfloat16)

@@ -1,0 +1,243 @@
+// Index scores of the entries of a paged cache: sum over heads of weight * relu(query . key) * scale, for fp8
+// index rows. Reference: pallas_kernels/ref.py.
+//
+// A warp keeps all heads of one query in registers, as the B operand of m16n8k16 products, and streams keys
+// past them, sixteen at a time: what a lane loads is what it multiplies, so nothing goes through shared
+// memory. e4m3 numbers are exact in f16, and their products in f32. A lane's channels are neighbours in
+// memory; that another lane has the next ones only permutes the terms of the sum, for keys and queries alike.
+#include <algorithm>
+
+#include "cuda_block.h"
+
+namespace hisparse {
+namespace {
+
+constexpr int kScoreWarps = 4, kScoreThreads = 32 * kScoreWarps;
+constexpr int kTile = 16;          // entries a warp scores at a time
+constexpr int kMostPages = 32;     // of a warp: a lane each holds a block id
+constexpr int kWarpsOnGpu = 1056;  // that an H200 holds: 132 multiprocessors, eight each
+constexpr int kMostRows = 65535;   // of a grid
+constexpr int kWord = 16;          // bytes of a load
+
+struct Scoring {
+  const uint8_t* slab;
+  const int32_t* blocks;
+  const uint8_t* queries;
+  const float* weights;
+  const int32_t* lengths;
+  float* scores;
+  int64_t stride, offset;
+  int num_blocks, num_pages, page_entries, query_rows;
+  int tiles;  // of a warp
+
+  __device__ __forceinline__ int TilesOfPage() const { return page_entries / kTile; }
+};
+
+// Two e4m3 numbers, the low bytes of `bits`, as two f16 numbers.
+__device__ __forceinline__ uint32_t HalvesOf(uint32_t bits) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
+  return halves;
+}
+
+__device__ __forceinline__ void Multiply(float (&sum)[4], const uint32_t (&keys)[4],
+                                         const uint32_t (&query)[2]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
+      "%1, "
+      "%2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(keys[0]), "r"(keys[1]), "r"(keys[2]), "r"(keys[3]), "r"(query[0]), "r"(query[1]));
+}
+
+// What a lane holds of sixteen keys: its channels of two of them.
+template <int kWords>
+struct Keys {
+  uint4 words[2][kWords];
+  float scales[2];
+
+  __device__ __forceinline__ void Load(const Scoring& s, int block, int first, int channel_bytes) {
+    const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+    const bool is_there = block > 0 && block < s.num_blocks;
+    const uint8_t* page = s.slab + (is_there ? block : 0) * s.stride + s.offset;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int entry = first + half * 8 + group;
+      const uint4* from = reinterpret_cast<const uint4*>(page + entry * channel_bytes) + quad * kWords;
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) {
+        words[half][word] = is_there ? __ldg(from + word) : make_uint4(0, 0, 0, 0);
+      }
+      const uint8_t* scale = page + s.page_entries * channel_bytes + entry * sizeof(float);
+      scales[half] = is_there ? __ldg(reinterpret_cast<const float*>(scale)) : 0.0f;
+    }
+  }
+};
+
+__device__ __forceinline__ uint32_t WordAt(const uint4& four, int i) {
+  return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+}
+
+template <int kHeadTiles, int kChannels>
+__global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s) {
+  constexpr int kSteps = kChannels / 16, kWords = kChannels / 4 / kWord, kHeads = 8 * kHeadTiles;
+  const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
+  const int64_t row = blockIdx.y;  // of a request and one of its query rows
+  const int64_t request = row / s.query_rows;
+  const int columns = s.num_pages * s.page_entries;
+  const int length = min(max(s.lengths[request], 0), columns);
+  const int begin = (blockIdx.x * kScoreWarps + threadIdx.x / 32) * s.tiles;
+  const int end = min(begin + s.tiles, (length + kTile - 1) / kTile);
+  if (begin >= end) return;
+  const int first_page = begin / s.TilesOfPage();
+  const int my_block =
+      first_page + lane < s.num_pages ? s.blocks[request * s.num_pages + first_page + lane] : 0;
+
+  Keys<kWords> next;
+  const auto load = [&](int tile) {
+    const int page = tile / s.TilesOfPage();
+    next.Load(s, __shfl_sync(kAllLanes, my_block, page - first_page), tile % s.TilesOfPage() * kTile,
+              kChannels);
+  };
+  load(begin);
+  uint32_t query[kHeadTiles][kSteps][2];
+  float2 weights[kHeadTiles];
+#pragma unroll
+  for (int tile = 0; tile < kHeadTiles; ++tile) {
+    const int64_t head = row * kHeads + tile * 8;
+    const uint4* from =
+        reinterpret_cast<const uint4*>(s.queries + (head + group) * kChannels) + quad * kWords;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t bytes = WordAt(__ldg(from + step / 4), step % 4);
+      query[tile][step][0] = HalvesOf(bytes);
+      query[tile][step][1] = HalvesOf(bytes >> 16);
+    }
+    weights[tile] = __ldg(reinterpret_cast<const float2*>(s.weights + head) + quad);
+  }
+
+#pragma unroll 1
+  for (int tile = begin; tile < end; ++tile) {
+    const Keys<kWords> keys = next;
+    if (tile + 1 < end) load(tile + 1);
+    float sums[kHeadTiles][4] = {};
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t low = WordAt(keys.words[0][step / 4], step % 4),
+                     high = WordAt(keys.words[1][step / 4], step % 4);
+      const uint32_t halves[4] = {HalvesOf(low), HalvesOf(high), HalvesOf(low >> 16), HalvesOf(high >> 16)};
+#pragma unroll
+      for (int heads = 0; heads < kHeadTiles; ++heads) Multiply(sums[heads], halves, query[heads][step]);
+    }
+    float scores[2] = {};
+#pragma unroll
+    for (int heads = 0; heads < kHeadTiles; ++heads) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        scores[half] = fmaf(weights[heads].x, fmaxf(sums[heads][2 * half], 0.0f), scores[half]);
+        scores[half] = fmaf(weights[heads].y, fmaxf(sums[heads][2 * half + 1], 0.0f), scores[half]);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      scores[half] += __shfl_xor_sync(kAllLanes, scores[half], 1);
+      scores[half] += __shfl_xor_sync(kAllLanes, scores[half], 2);
+      if (quad == 0)
+        s.scores[row * columns + tile * kTile + half * 8 + group] = scores[half] * keys.scales[half];
+    }
+  }
+}
+
+template <int kChannels>
+void (*KernelOf(int64_t heads))(Scoring) {
+  switch (heads) {
+    case 8:
+      return ScoreKernel<1, kChannels>;
+    case 16:
+      return ScoreKernel<2, kChannels>;
+    case 32:
+      return ScoreKernel<4, kChannels>;
+    default:
+      if constexpr (kChannels == 128) {
+        if (heads == 64) return ScoreKernel<8, kChannels>;
+      }
+      return nullptr;
+  }
+}
+
+ffi::Error IndexScores(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi::U8, 2> slab,
+                       ffi::Buffer<ffi::S32, 2> blocks, ffi::Buffer<ffi::U8, 4> queries,
+                       ffi::Buffer<ffi::F32, 3> weights, ffi::Buffer<ffi::S32, 1> lengths,
+                       ffi::ResultBuffer<ffi::F32, 3> scores, int64_t page_entries, int64_t offset) {
+  const auto shape = queries.dimensions();  // requests, query rows, heads, channels
+  const int64_t num_pages = blocks.dimensions()[1], stride = slab.dimensions()[1];
+  const auto kernel = shape[3] == 128   ? KernelOf<128>(shape[2])
+                      : shape[3] == 256 ? KernelOf<256>(shape[2])
+                                        : nullptr;
+  if (kernel == nullptr) {
+    return ffi::Error::InvalidArgument("index_scores: there is no kernel for " + std::to_string(shape[2]) +
+                                       " heads of " + std::to_string(shape[3]) + " channels");
+  }
+  const int64_t page_bytes = page_entries * (shape[3] + static_cast<int64_t>(sizeof(float)));
+  if (page_entries <= 0 || page_entries % kTile || offset < 0 || offset % kWord || stride % kWord ||
+      offset + page_bytes > stride || slab.dimensions()[0] > INT32_MAX) {
+    return ffi::Error::InvalidArgument(
+        "index_scores: pages of " + std::to_string(page_entries) + " entries at byte " +
+        std::to_string(offset) + " of blocks of " + std::to_string(stride) +
+        ": entries and bytes must be multiples of 16, and stay in their block");
+  }
+  const auto of_scores = scores->dimensions(), of_weights = weights.dimensions();
+  if (blocks.dimensions()[0] != shape[0] || static_cast<int64_t>(lengths.element_count()) != shape[0] ||
+      !std::equal(of_weights.begin(), of_weights.end(), shape.begin()) || of_scores[0] != shape[0] ||
+      of_scores[1] != shape[1] || of_scores[2] != num_pages * page_entries || of_scores[2] > INT32_MAX ||
+      shape[0] * shape[1] > kMostRows) {
+    return ffi::Error::InvalidArgument(
+        "index_scores: blocks are [R, P], queries [R, T, H, d], weights [R, T, H], lengths [R], scores [R, "
+        "T, P * E]");
+  }
+  const int64_t num_rows = shape[0] * shape[1], tiles_of_row = num_pages * page_entries / kTile;
+  if (num_rows == 0 || tiles_of_row == 0) return ffi::Error::Success();
+  const int64_t most = (kMostPages - 1) * (page_entries / kTile);
+  const int64_t tiles =
+      std::clamp<int64_t>((num_rows * tiles_of_row + kWarpsOnGpu - 1) / kWarpsOnGpu, 1, most);
+  const Scoring scoring = {slab.typed_data(),
+                           blocks.typed_data(),
+                           queries.typed_data(),
+                           weights.typed_data(),
+                           lengths.typed_data(),
+                           scores->typed_data(),
+                           stride,
+                           offset,
+                           static_cast<int>(slab.dimensions()[0]),
+                           static_cast<int>(num_pages),
+                           static_cast<int>(page_entries),
+                           static_cast<int>(shape[1]),
+                           static_cast<int>(tiles)};
+  ffi::Error error = CheckCuda("index_scores", "cudaSetDevice", cudaSetDevice(ordinal));
+  if (error.failure()) return error;
+  const int64_t of_block = tiles * kScoreWarps;
+  const dim3 grid(static_cast<unsigned>((tiles_of_row + of_block - 1) / of_block),
+                  static_cast<unsigned>(num_rows));
+  kernel<<<grid, kScoreThreads, 0, stream>>>(scoring);
+  return CheckCuda("index_scores", "launch", cudaGetLastError());
+}
+
+auto BindIndexScores() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<ffi::Buffer<ffi::U8, 2>>()   // slab [N, stride]
+      .Arg<ffi::Buffer<ffi::S32, 2>>()  // blocks [R, P]
+      .Arg<ffi::Buffer<ffi::U8, 4>>()   // queries, e4m3 [R, T, H, d]
+      .Arg<ffi::Buffer<ffi::F32, 3>>()  // weights [R, T, H]
+      .Arg<ffi::Buffer<ffi::S32, 1>>()  // lengths [R]
+      .Ret<ffi::Buffer<ffi::F32, 3>>()  // scores [R, T, P * page_entries]
+      .Attr<int64_t>("page_entries")
+      .Attr<int64_t>("offset");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hisparse_index_scores_cuda, IndexScores, BindIndexScores(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace hisparse

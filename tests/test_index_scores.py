@@ -1,0 +1,79 @@
+"""Index scores of a paged cache against plain numpy, and against the model's own reading of the same pages."""
+
+import chex
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.index_scores import fits, index_scores
+
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+def paged_keys(rng, *, requests: int, pages: int, page_entries: int, channels: int, stride: int, offset: int, spare: int = 2):
+    """A slab of poison with one page of random keys a block, block tables that name each once, and the keys as numbers."""
+    num_blocks = 1 + requests * pages + spare
+    slab = rng.integers(0, 256, (num_blocks, stride), np.uint8)  # NaN, infinities and all
+    keys = rng.normal(size=(num_blocks, page_entries, channels)).astype(E4M3)
+    scales = np.exp2(rng.integers(-6, 6, (num_blocks, page_entries))).astype(np.float32)
+    page = np.concatenate([keys.view(np.uint8).reshape(num_blocks, -1), scales.view(np.uint8)], axis=1)
+    slab[:, offset : offset + page.shape[1]] = page
+    blocks = 1 + rng.permutation(num_blocks - 1)[: requests * pages].astype(np.int32).reshape(requests, pages)
+    return slab, blocks, keys.astype(np.float64) * scales[..., None]
+
+
+def inputs(rng, *, requests: int, query_rows: int, heads: int, channels: int):
+    queries = rng.normal(size=(requests, query_rows, heads, channels)).astype(E4M3)
+    weights = rng.normal(size=(requests, query_rows, heads)).astype(np.float32)
+    return queries, weights
+
+
+def expected(queries, weights, keys) -> np.ndarray:
+    """f64[R, T, N] of `keys[R, N, d]`, scales in them."""
+    dots = np.einsum("rthd,rnd->rthn", queries.astype(np.float64), keys)
+    return np.einsum("rth,rthn->rtn", weights.astype(np.float64), np.maximum(dots, 0))
+
+
+def assert_scores(got, want, lengths) -> None:
+    """Equal up to f32 rounding of a sum over heads, before each request's length."""
+    for request, length in enumerate(lengths):
+        size = np.abs(want[request]).max(initial=1.0)
+        np.testing.assert_allclose(got[request, :, :length], want[request, :, :length], rtol=1e-5, atol=3e-6 * size)
+
+
+def test_scores_what_the_pages_hold():
+    rng = np.random.default_rng(0)
+    shape = dict(requests=3, pages=4, page_entries=8, channels=32)
+    slab, blocks, keys = paged_keys(rng, **shape, stride=400, offset=16)
+    queries, weights = inputs(rng, requests=3, query_rows=2, heads=5, channels=32)
+    lengths = np.array([32, 7, 0], np.int32)
+    got = index_scores(slab, blocks, jnp.asarray(queries, jnp.bfloat16), weights, lengths, page_entries=8, offset=16)
+    chex.assert_shape(got, (3, 2, 32))
+    assert_scores(np.asarray(got), expected(queries, weights, keys[blocks].reshape(3, 32, 32)), [32, 32, 32])
+
+
+def test_a_page_that_is_not_there_scores_zero():
+    rng = np.random.default_rng(1)
+    slab, blocks, _ = paged_keys(rng, requests=1, pages=4, page_entries=8, channels=32, stride=400, offset=0)
+    slab[0] = 0x7F  # NaN
+    blocks[0, 1:] = 0, len(slab), np.iinfo(np.int32).max
+    queries, weights = inputs(rng, requests=1, query_rows=1, heads=4, channels=32)
+    got = np.asarray(index_scores(slab, blocks, queries, weights, np.array([32], np.int32), page_entries=8, offset=0))
+    assert np.isfinite(got).all() and got[0, 0, :8].any() and not got[0, 0, 8:].any()
+
+
+def test_which_shapes_the_kernel_takes():
+    flash = dict(stride=37_440, page_entries=64, offset=8_640)
+    assert fits(64, 64, 128, **flash) and fits(1, 8, 256, **flash)
+    assert not fits(64, 64, 256, **flash) and not fits(64, 48, 128, **flash) and not fits(64, 64, 64, **flash)
+    assert not fits(64, 64, 128, **flash | {"offset": 8}) and not fits(64, 64, 128, **flash | {"page_entries": 24})
+    assert not fits(65_536, 64, 128, **flash)
+
+
+def test_cuda_is_refused_for_other_shapes_in_words():
+    rng = np.random.default_rng(2)
+    slab, blocks, _ = paged_keys(rng, requests=1, pages=1, page_entries=8, channels=32, stride=400, offset=0)
+    queries, weights = inputs(rng, requests=1, query_rows=1, heads=4, channels=32)
+    with pytest.raises(ValueError, match="4 heads of 32, page_entries=8.*Choose 'xla'"):
+        index_scores(slab, blocks, queries, weights, np.zeros(1, np.int32), page_entries=8, offset=0, implementation="cuda")
