@@ -14,8 +14,7 @@ namespace {
 
 constexpr int kScoreWarps = 4, kScoreThreads = 32 * kScoreWarps;
 constexpr int kTile = 16;          // entries a warp scores at a time
-constexpr int kMostPages = 32;     // of a warp: a lane each holds a block id
-constexpr int kWarpsOnGpu = 1056;  // that an H200 holds: 132 multiprocessors, eight each
+constexpr int kBlocksOnGpu = 264;  // that an H200 holds: 132 multiprocessors, two each
 constexpr int kMostRows = 65535;   // of a grid
 constexpr int kWord = 16;          // bytes of a load
 
@@ -49,27 +48,37 @@ __device__ __forceinline__ void Multiply(float (&sum)[4], const uint32_t (&keys)
       : "r"(keys[0]), "r"(keys[1]), "r"(keys[2]), "r"(keys[3]), "r"(query[0]), "r"(query[1]));
 }
 
-// What a lane holds of sixteen keys: its channels of two of them.
+// Sixteen keys on their way to a warp. Every lane has its own channels of two of them brought to a place of
+// its own in shared memory, which no other lane reads: there is nothing to wait for but its own copies.
 template <int kWords>
-struct Keys {
-  uint4 words[2][kWords];
-  float scales[2];
+struct Stage {
+  uint4 words[2][kWords][32];
+  float scales[2][32];
 
-  __device__ __forceinline__ void Load(const Scoring& s, int block, int first, int channel_bytes) {
+  __device__ __forceinline__ void Fetch(const Scoring& s, int block, int first, int channel_bytes) {
     const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
     const bool is_there = block > 0 && block < s.num_blocks;
     const uint8_t* page = s.slab + (is_there ? block : 0) * s.stride + s.offset;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int entry = first + half * 8 + group;
-      const uint4* from = reinterpret_cast<const uint4*>(page + entry * channel_bytes) + quad * kWords;
+      const uint8_t* from = page + entry * channel_bytes + quad * kWords * kWord;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        words[half][word] = is_there ? __ldg(from + word) : make_uint4(0, 0, 0, 0);
+        asm volatile(
+            "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(AddressOf(&words[half][word][lane])),
+            "l"(from + word * kWord), "r"(is_there ? 16 : 0)
+            : "memory");
       }
       const uint8_t* scale = page + s.page_entries * channel_bytes + entry * sizeof(float);
-      scales[half] = is_there ? __ldg(reinterpret_cast<const float*>(scale)) : 0.0f;
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(AddressOf(&scales[half][lane])),
+                   "l"(scale), "r"(is_there ? 4 : 0)
+                   : "memory");
     }
+  }
+
+  static __device__ __forceinline__ uint32_t AddressOf(const void* place) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(place));
   }
 };
 
@@ -80,6 +89,9 @@ __device__ __forceinline__ uint32_t WordAt(const uint4& four, int i) {
 template <int kHeadTiles, int kChannels>
 __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s) {
   constexpr int kSteps = kChannels / 16, kWords = kChannels / 4 / kWord, kHeads = 8 * kHeadTiles;
+  constexpr int kStages = 8 / kWords;
+  __shared__ Stage<kWords> stages[kScoreWarps][kStages];
+  Stage<kWords>* const mine = stages[threadIdx.x / 32];
   const int lane = threadIdx.x % 32, group = lane / 4, quad = lane % 4;
   const int64_t row = blockIdx.y;  // of a request and one of its query rows
   const int64_t request = row / s.query_rows;
@@ -88,17 +100,23 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
   const int begin = (blockIdx.x * kScoreWarps + threadIdx.x / 32) * s.tiles;
   const int end = min(begin + s.tiles, (length + kTile - 1) / kTile);
   if (begin >= end) return;
-  const int first_page = begin / s.TilesOfPage();
-  const int my_block =
-      first_page + lane < s.num_pages ? s.blocks[request * s.num_pages + first_page + lane] : 0;
-
-  Keys<kWords> next;
-  const auto load = [&](int tile) {
-    const int page = tile / s.TilesOfPage();
-    next.Load(s, __shfl_sync(kAllLanes, my_block, page - first_page), tile % s.TilesOfPage() * kTile,
-              kChannels);
+  const int32_t* const blocks = s.blocks + request * s.num_pages;
+  int first_page = begin / s.TilesOfPage();  // of the 32 whose blocks the lanes hold
+  int held = first_page + lane < s.num_pages ? blocks[first_page + lane] : 0;
+  const auto fetch = [&](int tile) {
+    if (tile < end) {
+      const int page = tile / s.TilesOfPage();
+      if (page >= first_page + 32) {
+        first_page = page;
+        held = first_page + lane < s.num_pages ? blocks[first_page + lane] : 0;
+      }
+      const int block = __shfl_sync(kAllLanes, held, page - first_page);
+      mine[(tile - begin) % kStages].Fetch(s, block, tile % s.TilesOfPage() * kTile, kChannels);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
   };
-  load(begin);
+#pragma unroll
+  for (int ahead = 0; ahead < kStages - 1; ++ahead) fetch(begin + ahead);
   uint32_t query[kHeadTiles][kSteps][2];
   float2 weights[kHeadTiles];
 #pragma unroll
@@ -117,13 +135,21 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
 
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile) {
-    const Keys<kWords> keys = next;
-    if (tile + 1 < end) load(tile + 1);
+    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    const Stage<kWords>& stage = mine[(tile - begin) % kStages];
+    uint4 keys[2][kWords];
+    float scales[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int word = 0; word < kWords; ++word) keys[half][word] = stage.words[half][word][lane];
+      scales[half] = stage.scales[half][lane];
+    }
+    fetch(tile + kStages - 1);
     float sums[kHeadTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t low = WordAt(keys.words[0][step / 4], step % 4),
-                     high = WordAt(keys.words[1][step / 4], step % 4);
+      const uint32_t low = WordAt(keys[0][step / 4], step % 4), high = WordAt(keys[1][step / 4], step % 4);
       const uint32_t halves[4] = {HalvesOf(low), HalvesOf(high), HalvesOf(low >> 16), HalvesOf(high >> 16)};
 #pragma unroll
       for (int heads = 0; heads < kHeadTiles; ++heads) Multiply(sums[heads], halves, query[heads][step]);
@@ -141,8 +167,7 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
     for (int half = 0; half < 2; ++half) {
       scores[half] += __shfl_xor_sync(kAllLanes, scores[half], 1);
       scores[half] += __shfl_xor_sync(kAllLanes, scores[half], 2);
-      if (quad == 0)
-        s.scores[row * columns + tile * kTile + half * 8 + group] = scores[half] * keys.scales[half];
+      if (quad == 0) s.scores[row * columns + tile * kTile + half * 8 + group] = scores[half] * scales[half];
     }
   }
 }
@@ -196,9 +221,8 @@ ffi::Error IndexScores(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi::U8
   }
   const int64_t num_rows = shape[0] * shape[1], tiles_of_row = num_pages * page_entries / kTile;
   if (num_rows == 0 || tiles_of_row == 0) return ffi::Error::Success();
-  const int64_t most = (kMostPages - 1) * (page_entries / kTile);
-  const int64_t tiles =
-      std::clamp<int64_t>((num_rows * tiles_of_row + kWarpsOnGpu - 1) / kWarpsOnGpu, 1, most);
+  const int64_t shares = std::max<int64_t>(1, kBlocksOnGpu / num_rows) * kScoreWarps;  // warps of a row
+  const int64_t tiles = (tiles_of_row + shares - 1) / shares;
   const Scoring scoring = {slab.typed_data(),
                            blocks.typed_data(),
                            queries.typed_data(),

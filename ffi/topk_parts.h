@@ -2,12 +2,11 @@
 // topk_select.cu.
 //
 //   1. A block reads its part, in chunks; a floor (topk_block.h), which about k candidates reach.
-//   2. It reads the part again and lists those in shared memory. Too many (most scores equal, say): the list
-//   becomes
-//      exactly the k best of the part, at the price of reading it again some times.
+//   2. It reads the part again and lists those in shared memory. Too many (most scores equal, say): the
+//      list becomes exactly the k best of the part, at the price of reading it again some times.
 //   3. The first block of the cluster collects the lists. It counts the keys in 1,024 equal buckets and keeps
-//   the bucket
-//      where the count from the top passes k, until that is taken whole or holds few, which then are ranked.
+//      the bucket where the count from the top passes k, until that is taken whole or holds few, which then
+//      are ranked.
 //   4. A bit per selected candidate. Prefix sums of their numbers put every entry in its place.
 //
 // The order of a list depends on timing; counts, ranks and bits do not.
@@ -238,19 +237,13 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int num_words = (length + 31) / 32;
   if (!range.whole && !is_ranked) AddTies(shared.scratch, bits, tie_bits, num_words, range.need);
   const Words mine(num_words);
-  auto* before = reinterpret_cast<int*>(tie_bits);  // bits before each word
   int place = mine.Before(bits, shared.scratch.sums[0]);
 #pragma unroll 1
   for (int word = mine.begin; word < mine.end; ++word) {
-    before[word] = place;
-    place += __popc(bits[word]);
-  }
-  __syncthreads();
 #pragma unroll 1
-  for (int i = thread; i < num_listed; i += kThreads) {
-    const int position = listed[i], bit = position % 32;
-    const uint32_t word = bits[position / 32];
-    if (word >> bit & 1) selected[before[position / 32] + __popc(word & ((1u << bit) - 1))] = position;
+    for (uint32_t chosen = bits[word]; chosen != 0; chosen &= chosen - 1) {
+      selected[place++] = word * 32 + __ffs(chosen) - 1;
+    }
   }
 }
 
