@@ -48,6 +48,13 @@ __device__ __forceinline__ void Multiply(float (&sum)[4], const uint32_t (&keys)
       : "r"(keys[0]), "r"(keys[1]), "r"(keys[2]), "r"(keys[3]), "r"(query[0]), "r"(query[1]));
 }
 
+// NaN stays NaN, which `fmaxf` would take for 0.
+__device__ __forceinline__ float Relu(float x) {
+  float positive;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(positive) : "f"(x));
+  return positive;
+}
+
 // Sixteen keys on their way to a warp. Every lane has its own channels of two of them brought to a place of
 // its own in shared memory, which no other lane reads: there is nothing to wait for but its own copies.
 template <int kWords>
@@ -159,8 +166,8 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
     for (int heads = 0; heads < kHeadTiles; ++heads) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        scores[half] = fmaf(weights[heads].x, fmaxf(sums[heads][2 * half], 0.0f), scores[half]);
-        scores[half] = fmaf(weights[heads].y, fmaxf(sums[heads][2 * half + 1], 0.0f), scores[half]);
+        scores[half] = fmaf(weights[heads].x, Relu(sums[heads][2 * half]), scores[half]);
+        scores[half] = fmaf(weights[heads].y, Relu(sums[heads][2 * half + 1]), scores[half]);
       }
     }
 #pragma unroll

@@ -39,7 +39,14 @@ def _processor() -> str:
     return hashlib.sha256("\n".join(kept).encode()).hexdigest()[:16]
 
 
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".cache" / f"jax-{_processor()}"))
+def _kept_programs() -> str:
+    """Folder of compiled programs. On a GPU each worker has its own: matrix kernels are chosen by timing them, so programs of two
+    workers, compiled at the same time, may round differently, and a test that loads one of each would compare them."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone") if pathlib.Path("/dev/nvidia0").exists() else "any"
+    return str(ROOT / ".cache" / f"jax-{_processor()}-{worker}")
+
+
+jax.config.update("jax_compilation_cache_dir", _kept_programs())
 
 
 MANY_MAPS = 25_000

@@ -63,6 +63,22 @@ def test_a_page_that_is_not_there_scores_zero():
     assert np.isfinite(got).all() and got[0, 0, :8].any() and not got[0, 0, 8:].any()
 
 
+def with_nan_key(slab, blocks, *, entry: int, page_entries: int, offset: int, channels: int):
+    """`slab` with a NaN among the numbers of request 0's key `entry`."""
+    page, slot = divmod(entry, page_entries)
+    slab[blocks[0, page], offset + slot * channels + channels // 2] = 0x7F
+    return slab
+
+
+def test_a_nan_key_scores_nan_and_no_other_does():
+    rng = np.random.default_rng(5)
+    slab, blocks, _ = paged_keys(rng, requests=1, pages=2, page_entries=8, channels=32, stride=400, offset=16)
+    slab = with_nan_key(slab, blocks, entry=11, page_entries=8, offset=16, channels=32)
+    queries, weights = inputs(rng, requests=1, query_rows=1, heads=4, channels=32)
+    got = np.asarray(index_scores(slab, blocks, queries, weights, np.array([16], np.int32), page_entries=8, offset=16))
+    assert np.flatnonzero(np.isnan(got[0, 0])).tolist() == [11]
+
+
 def test_which_shapes_the_kernel_takes():
     flash = dict(stride=37_440, page_entries=64, offset=8_640)
     assert fits(64, 64, 128, **flash) and fits(1, 8, 256, **flash)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_index_scores import assert_scores, expected, inputs, paged_keys
+from test_index_scores import assert_scores, expected, inputs, paged_keys, with_nan_key
 
 from hisparse_jax import ffi
 from pallas_kernels import cuda_kernels
@@ -65,6 +65,15 @@ def test_null_and_unknown_pages_score_zero(score):
     queries, weights = inputs(rng, requests=1, query_rows=1, heads=8, channels=128)
     got = np.asarray(score(slab, blocks, queries, weights, np.array([64], np.int32), page_entries=16, offset=0))
     assert got[0, 0, :16].any() and (got[0, 0, 16:] == 0).all()
+
+
+def test_a_nan_key_scores_nan_and_no_other_does(score):
+    rng = np.random.default_rng(5)
+    slab, blocks, _ = paged_keys(rng, requests=1, pages=2, page_entries=16, channels=128, stride=2_128, offset=16)
+    slab = with_nan_key(slab, blocks, entry=21, page_entries=16, offset=16, channels=128)
+    queries, weights = inputs(rng, requests=1, query_rows=1, heads=8, channels=128)
+    got = np.asarray(score(slab, blocks, queries, weights, np.array([32], np.int32), page_entries=16, offset=16))
+    assert np.flatnonzero(np.isnan(got[0, 0])).tolist() == [21]
 
 
 @pytest.mark.parametrize("gib", [3, 5])
