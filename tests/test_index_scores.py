@@ -6,6 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from hisparse_jax.config import CacheConfig, preset
+from hisparse_jax.layout import plan_layout
+from hisparse_jax.model import indexer
+from hisparse_jax.model.span import make_span
+from hisparse_jax.resident import ResidentEntries
 from pallas_kernels.index_scores import fits, index_scores
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -77,6 +82,35 @@ def test_a_nan_key_scores_nan_and_no_other_does():
     queries, weights = inputs(rng, requests=1, query_rows=1, heads=4, channels=32)
     got = np.asarray(index_scores(slab, blocks, queries, weights, np.array([16], np.int32), page_entries=8, offset=16))
     assert np.flatnonzero(np.isnan(got[0, 0])).tolist() == [11]
+
+
+def test_the_model_hands_its_kernel_the_pages_that_xla_would_read(monkeypatch):
+    rng = np.random.default_rng(6)
+    config = preset("demo")
+    layout = plan_layout(config, CacheConfig(max_model_len=2_048, max_requests=2, gpu_blocks=40, host_blocks=40, rows="fp8"))
+    layer, (heads, channels) = config.c4_layers[-1], (config.index_n_heads, config.index_head_dim)
+    place, pages, entries = layout.index_place(layer), layout.max_pages, layout.page_entries
+    shape = dict(requests=2, pages=pages, page_entries=entries, channels=channels)
+    slab, blocks, keys = paged_keys(rng, **shape, stride=layout.stride, offset=place.offset)
+    base = np.zeros((layout.num_base_groups, 2, pages), np.int32)
+    base[place.group] = blocks
+    cache = ResidentEntries(slab=jnp.asarray(slab), base=jnp.asarray(base), resident=jnp.asarray(blocks)[None])
+    queries, weights = inputs(rng, requests=2, query_rows=1, heads=heads, channels=channels)
+    span = make_span(None, jnp.int32([2_000, 131]), jnp.int32([1, 1]), 1)
+    operands = jnp.asarray(queries, jnp.bfloat16), jnp.asarray(weights), cache, layer, span, layout
+    want = expected(queries, weights, keys[blocks].reshape(2, -1, channels))
+    assert_scores(np.asarray(indexer.score_entries(*operands)), want, [500, 33])
+
+    seen = []
+
+    def reference(*arrays, implementation, **place):
+        seen.append((implementation, np.asarray(arrays[-1]).tolist()))
+        return index_scores(*arrays, **place, implementation="xla")
+
+    monkeypatch.setattr(indexer, "choose", lambda name, implementation, offered, *arrays: offered["cuda"](*arrays))
+    monkeypatch.setattr(indexer, "index_scores", reference)
+    assert_scores(np.asarray(indexer.score_entries(*operands)), want, [500, 33])
+    assert seen == [("cuda", [500, 33])]
 
 
 def test_which_shapes_the_kernel_takes():
