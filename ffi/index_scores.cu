@@ -2,9 +2,9 @@
 // index rows. Reference: pallas_kernels/ref.py.
 //
 // A warp keeps all heads of one query in registers, as the B operand of m16n8k16 products, and streams keys
-// past them, sixteen at a time: what a lane loads is what it multiplies, so nothing goes through shared
-// memory. e4m3 numbers are exact in f16, and their products in f32. A lane's channels are neighbours in
-// memory; that another lane has the next ones only permutes the terms of the sum, for keys and queries alike.
+// past them, sixteen at a time: what a lane loads is what it multiplies. e4m3 numbers are exact in f16, and
+// their products in f32. Which lane has which channels only permutes the terms of the sum, for keys and
+// queries alike: the four lanes of a key read 64 bytes of it side by side, then the next 64.
 #include <algorithm>
 
 #include "cuda_block.h"
@@ -28,8 +28,6 @@ struct Scoring {
   int64_t stride, offset;
   int num_blocks, num_pages, page_entries, query_rows;
   int tiles;  // of a warp
-
-  __device__ __forceinline__ int TilesOfPage() const { return page_entries / kTile; }
 };
 
 // Two e4m3 numbers, the low bytes of `bits`, as two f16 numbers.
@@ -69,12 +67,12 @@ struct Stage {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int entry = first + half * 8 + group;
-      const uint8_t* from = page + entry * channel_bytes + quad * kWords * kWord;
+      const uint8_t* from = page + entry * channel_bytes + quad * kWord;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
         asm volatile(
             "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(AddressOf(&words[half][word][lane])),
-            "l"(from + word * kWord), "r"(is_there ? 16 : 0)
+            "l"(from + word * 4 * kWord), "r"(is_there ? 16 : 0)
             : "memory");
       }
       const uint8_t* scale = page + s.page_entries * channel_bytes + entry * sizeof(float);
@@ -108,17 +106,22 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
   const int end = min(begin + s.tiles, (length + kTile - 1) / kTile);
   if (begin >= end) return;
   const int32_t* const blocks = s.blocks + request * s.num_pages;
-  int first_page = begin / s.TilesOfPage();  // of the 32 whose blocks the lanes hold
-  int held = first_page + lane < s.num_pages ? blocks[first_page + lane] : 0;
-  const auto fetch = [&](int tile) {
+  const int tiles_of_page = s.page_entries / kTile;
+  int page = begin / tiles_of_page, tile_of_page = begin % tiles_of_page;  // that are fetched next
+  int first_page = page;  // of the 32 whose blocks the lanes hold
+  int held = page + lane < s.num_pages ? blocks[page + lane] : 0;
+  const auto fetch = [&](int tile) {  // in order
     if (tile < end) {
-      const int page = tile / s.TilesOfPage();
-      if (page >= first_page + 32) {
+      if (page == first_page + 32) {
         first_page = page;
-        held = first_page + lane < s.num_pages ? blocks[first_page + lane] : 0;
+        held = page + lane < s.num_pages ? blocks[page + lane] : 0;
       }
       const int block = __shfl_sync(kAllLanes, held, page - first_page);
-      mine[(tile - begin) % kStages].Fetch(s, block, tile % s.TilesOfPage() * kTile, kChannels);
+      mine[(tile - begin) % kStages].Fetch(s, block, tile_of_page * kTile, kChannels);
+      if (++tile_of_page == tiles_of_page) {
+        tile_of_page = 0;
+        ++page;
+      }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   };
@@ -129,11 +132,10 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
 #pragma unroll
   for (int tile = 0; tile < kHeadTiles; ++tile) {
     const int64_t head = row * kHeads + tile * 8;
-    const uint4* from =
-        reinterpret_cast<const uint4*>(s.queries + (head + group) * kChannels) + quad * kWords;
+    const uint4* from = reinterpret_cast<const uint4*>(s.queries + (head + group) * kChannels) + quad;
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const uint32_t bytes = WordAt(__ldg(from + step / 4), step % 4);
+      const uint32_t bytes = WordAt(__ldg(from + step / 4 * 4), step % 4);
       query[tile][step][0] = HalvesOf(bytes);
       query[tile][step][1] = HalvesOf(bytes >> 16);
     }
