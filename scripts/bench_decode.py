@@ -250,8 +250,9 @@ class Loop:
 
     def call(self) -> tuple[float, Any]:
         """Seconds of one step, and what the call returned. Tokens are kept, and the first call's logits."""
-        run, begin = self.run, time.perf_counter()
-        self.state, output, status = self.compiled(self.model, self.state, jnp.int32(self.steps), self.picked)
+        run, num_steps = self.run, jnp.int32(self.steps)
+        begin = time.perf_counter()
+        self.state, output, status = self.compiled(self.model, self.state, num_steps, self.picked)
         jax.block_until_ready(output.tokens)
         seconds = time.perf_counter() - begin
         if np.asarray(status).any():
