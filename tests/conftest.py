@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -49,17 +50,33 @@ def _kept_programs() -> str:
 jax.config.update("jax_compilation_cache_dir", _kept_programs())
 
 
-MANY_MAPS = 25_000
-"""Memory maps of a process that already hold dozens of programs; Linux grants 65,530, and one too many is a crash."""
+MANY_MAPS, TOO_MANY_MAPS = 25_000, 45_000
+"""Memory maps of a process that hold dozens of programs; Linux grants 65,530, and one too many is a crash."""
+
+QUICK = 1.0
+"""Seconds of a test that can have compiled no program: counting maps takes a while."""
+
+
+def _let_go_of_programs(most: int) -> None:
+    """A compiled program is about a thousand memory maps: gives all of them back where this process has more than `most`."""
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > most:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _programs_are_let_go():
-    """A compiled program is about a thousand memory maps: before they run out, a module's end gives all of them back."""
+def _after_a_module():
     yield
-    maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MANY_MAPS:
-        jax.clear_caches()
+    _let_go_of_programs(MANY_MAPS)
+
+
+@pytest.fixture(autouse=True)
+def _after_a_test():
+    """In the middle of a module later, since its tests share programs."""
+    begin = time.monotonic()
+    yield
+    if time.monotonic() - begin > QUICK:
+        _let_go_of_programs(TOO_MANY_MAPS)
 
 
 @pytest.fixture(scope="session")
