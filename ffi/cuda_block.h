@@ -45,10 +45,10 @@ inline ffi::Error CheckCuda(const char* what, const char* function, cudaError_t 
   return ffi::Error::Internal(std::string(what) + ": " + function + ": " + cudaGetErrorString(status));
 }
 
-// Launches `blocks` of `threads` in clusters of `cluster` along x, with `shared_bytes` of dynamic shared
-// memory.
+// Launches a grid of `blocks` of `threads`, in clusters of `cluster` along x, with `shared_bytes` of dynamic
+// shared memory.
 template <typename... Parameters, typename... Arguments>
-ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks, int threads, int cluster,
+ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, dim3 blocks, int threads, int cluster,
                   size_t shared_bytes, void (*kernel)(Parameters...), Arguments... arguments) {
   ffi::Error error = CheckCuda(what, "cudaSetDevice", cudaSetDevice(ordinal));
   if (error.failure()) return error;
@@ -63,7 +63,7 @@ ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, int blocks
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.gridDim = blocks;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

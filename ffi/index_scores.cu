@@ -39,9 +39,8 @@ __device__ __forceinline__ uint32_t HalvesOf(uint32_t bits) {
 
 __device__ __forceinline__ void Multiply(float (&sum)[4], const uint32_t (&keys)[4],
                                          const uint32_t (&query)[2]) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, "
-      "%1, "
-      "%2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(keys[0]), "r"(keys[1]), "r"(keys[2]), "r"(keys[3]), "r"(query[0]), "r"(query[1]));
 }
@@ -245,13 +244,10 @@ ffi::Error IndexScores(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi::U8
                            static_cast<int>(page_entries),
                            static_cast<int>(shape[1]),
                            static_cast<int>(tiles)};
-  ffi::Error error = CheckCuda("index_scores", "cudaSetDevice", cudaSetDevice(ordinal));
-  if (error.failure()) return error;
   const int64_t of_block = tiles * kScoreWarps;
   const dim3 grid(static_cast<unsigned>((tiles_of_row + of_block - 1) / of_block),
                   static_cast<unsigned>(num_rows));
-  kernel<<<grid, kScoreThreads, 0, stream>>>(scoring);
-  return CheckCuda("index_scores", "launch", cudaGetLastError());
+  return Launch("index_scores", stream, ordinal, grid, kScoreThreads, 1, 0, kernel, scoring);
 }
 
 auto BindIndexScores() {

@@ -216,6 +216,18 @@ struct Words {
   }
 };
 
+// Calls `visit(place, bit)` for every bit that is set: how many stand before it, and its number.
+template <typename Visit>
+__device__ __forceinline__ void ForEachBit(const uint32_t* bits, int num_words, int* sums, Visit visit) {
+  const Words mine(num_words);
+  int place = mine.Before(bits, sums);
+#pragma unroll 1
+  for (int word = mine.begin; word < mine.end; ++word) {
+#pragma unroll 1
+    for (uint32_t set = bits[word]; set != 0; set &= set - 1) visit(place++, word * 32 + __ffs(set) - 1);
+  }
+}
+
 // Adds the first `num_ties` of `tie_bits` to `bits`.
 __device__ __forceinline__ void AddTies(BlockScratch& scratch, uint32_t* bits, const uint32_t* tie_bits,
                                         int num_words, int num_ties) {

@@ -51,14 +51,7 @@ __device__ __noinline__ void SelectExactly(const Part<Score> part, Range range, 
   __syncthreads();
   const int num_words = (part.count + 31) / 32;
   if (!range.whole) AddTies(scratch, bits, tie_bits, num_words, range.need);
-  const Words mine(num_words);
-  int place = mine.Before(bits, scratch.sums[0]);
-#pragma unroll 1
-  for (int word = mine.begin; word < mine.end; ++word) {
-    for (uint32_t chosen = bits[word]; chosen != 0; chosen &= chosen - 1) {
-      emit(place++, part.begin + word * 32 + __ffs(chosen) - 1);
-    }
-  }
+  ForEachBit(bits, num_words, scratch.sums[0], [&](int place, int at) { emit(place, part.begin + at); });
 }
 
 struct PartsShared {
@@ -236,15 +229,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   const int num_words = (length + 31) / 32;
   if (!range.whole && !is_ranked) AddTies(shared.scratch, bits, tie_bits, num_words, range.need);
-  const Words mine(num_words);
-  int place = mine.Before(bits, shared.scratch.sums[0]);
-#pragma unroll 1
-  for (int word = mine.begin; word < mine.end; ++word) {
-#pragma unroll 1
-    for (uint32_t chosen = bits[word]; chosen != 0; chosen &= chosen - 1) {
-      selected[place++] = word * 32 + __ffs(chosen) - 1;
-    }
-  }
+  ForEachBit(bits, num_words, shared.scratch.sums[0], [&](int place, int at) { selected[place] = at; });
 }
 
 }  // namespace hisparse

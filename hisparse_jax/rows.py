@@ -74,9 +74,9 @@ class RowFormat(abc.ABC):
     def pack(self, x: Float[Array, "*batch channels"]) -> UInt8[Array, "*batch row_bytes"]:
         """Quantises and lays out rows. `x` is f32 or bf16; quantised formats round it to bf16 first."""
 
-    @abc.abstractmethod
     def fields(self, rows: UInt8[Array, "*batch row_bytes"]) -> tuple[UInt8[Array, "*batch _"], ...]:
-        """The bytes of packed rows by what they hold, as `numbers` takes them. Padding is left out."""
+        """The bytes of packed rows by what they hold, as `numbers` takes them: values and scales. Padding is left out."""
+        return self._split(rows)
 
     @abc.abstractmethod
     def numbers(self, *fields: UInt8[Array, "*batch _"]) -> tuple[Float[Array, "*batch channels"], Float32[Array, "*batch"]]:
@@ -182,10 +182,6 @@ class Fp8IndexRows(RowFormat):
         return jnp.concatenate((_to_e4m3(x, byte), _to_bytes(scale[..., None])), axis=-1)
 
     @override
-    def fields(self, rows):
-        return self._split(rows)
-
-    @override
     def numbers(self, *fields):
         values, scales = fields
         return _from_e4m3(values), _from_bytes(scales, jnp.float32)[..., 0]
@@ -209,10 +205,6 @@ class Fp4IndexRows(RowFormat):
         codes = _to_e2m1(tiles, byte).reshape(*x.shape[:-1], -1, 2)
         values = codes[..., 0] | (codes[..., 1] << 4)
         return jnp.concatenate((values, byte), axis=-1).astype(jnp.uint8)
-
-    @override
-    def fields(self, rows):
-        return self._split(rows)
 
     @override
     def numbers(self, *fields):

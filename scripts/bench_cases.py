@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_inputs import ENTRIES, HBM, Case, Sizes, on_gpu, variants_of
+from bench_inputs import ENTRIES, HBM, INDEX, Case, Sizes, on_gpu, variants_of
 from bench_swap_in import gather_cases, resolve_cases, skewed_cases, swap_in_cases, trace_cases
 from bench_way_out import backup_cases, store_cases
 
@@ -51,10 +51,9 @@ def index_cases(s: Sizes) -> Iterator[Case]:
 
         def fixed(batch=batch, pages=pages):
             num_blocks = 1 + batch * pages
-            values = jax.random.normal(jax.random.key(0), (num_blocks, ENTRIES * 128), jnp.bfloat16).astype(jnp.float8_e4m3fn)
-            scales = jnp.exp2(jax.random.randint(jax.random.key(1), (num_blocks, ENTRIES), -6, 6).astype(jnp.float32))
-            parts = [jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(num_blocks, -1) for x in (values, scales)]
-            slab = jnp.concatenate([*parts, jnp.zeros((num_blocks, stride - 132 * ENTRIES), jnp.uint8)], axis=1)
+            keys = jax.random.normal(jax.random.key(0), (num_blocks, ENTRIES, INDEX.channels), jnp.bfloat16)
+            pages_of = jax.jit(lambda keys: INDEX.join_page(INDEX.pack(keys)))(keys)
+            slab = jnp.pad(pages_of, ((0, 0), (0, stride - pages_of.shape[1])))
             return slab, 1 + jax.random.permutation(jax.random.key(2), batch * pages).astype(jnp.int32).reshape(batch, pages)
 
         def draw(key, launches, batch=batch):
@@ -80,7 +79,7 @@ def index_cases(s: Sizes) -> Iterator[Case]:
         variants = ("xla", *(["cuda"] if on_gpu() and "index_scores" in cuda_kernels.registered() else []))
         yield Case(
             "index_scores", f"B {batch}, {columns:,} keys", {v: functools.partial(step, variant=v) for v in variants},
-            lambda: jnp.zeros(()), draw, check, floor_us=batch * columns * 132 / HBM * 1e6, fixed=fixed, most=16,
+            lambda: jnp.zeros(()), draw, check, floor_us=batch * columns * INDEX.row_bytes / HBM * 1e6, fixed=fixed, most=16,
         )  # fmt: skip
 
 

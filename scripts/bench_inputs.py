@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hisparse_jax.host_memory import make_host_pool
-from hisparse_jax.rows import Fp8EntryRows, PlainRows, RowFormat
+from hisparse_jax.rows import Fp8EntryRows, Fp8IndexRows, PlainRows, RowFormat
 from pallas_kernels import cuda_kernels
 from pallas_kernels.host_pool import IMPLEMENTATIONS
 
@@ -19,6 +19,7 @@ LINK = 52e9
 HBM = 4.8e12
 """Bytes a second of an H200's memory, by its datasheet."""
 FP8 = Fp8EntryRows("fp8", 512, 576, 8, "bfloat16", 576)
+INDEX = Fp8IndexRows("fp8", 128, 128, 4, "bfloat16", 576)
 BF16 = PlainRows("bf16", 512, 1_024, 0, "bfloat16")
 ENTRIES = 64
 WHOLE_LOOP_GRAPH = {

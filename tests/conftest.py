@@ -14,7 +14,8 @@ import pytest
 TESTS = pathlib.Path(__file__).parent
 ROOT = TESTS.parent
 
-if not pathlib.Path("/dev/nvidia0").exists():
+HAS_GPU = pathlib.Path("/dev/nvidia0").exists()
+if not HAS_GPU:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax starts: without a GPU its CUDA plugin would be tried in vain
 
 if importlib.metadata.version("jaxlib").startswith("0.11."):  # compilation takes most of the time
@@ -43,7 +44,7 @@ def _processor() -> str:
 def _kept_programs() -> str:
     """Folder of compiled programs. On a GPU each worker has its own: matrix kernels are chosen by timing them, so programs of two
     workers, compiled at the same time, may round differently, and a test that loads one of each would compare them."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone") if pathlib.Path("/dev/nvidia0").exists() else "any"
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "alone") if HAS_GPU else "any"
     return str(ROOT / ".cache" / f"jax-{_processor()}-{worker}")
 
 

@@ -58,30 +58,43 @@ def test_scores_what_the_pages_hold():
     assert_scores(np.asarray(got), expected(queries, weights, keys[blocks].reshape(3, 32, 32)), [32, 32, 32])
 
 
+def one_request(rng, *, pages: int, page_entries: int, heads: int, channels: int, offset: int):
+    """Slab, block table, queries and weights of one request with one query row, and where its pages stand."""
+    stride = page_entries * (channels + 4) + 16 + offset
+    shape = dict(requests=1, pages=pages, page_entries=page_entries, channels=channels, stride=stride, offset=offset)
+    slab, blocks, _ = paged_keys(rng, **shape)
+    queries, weights = inputs(rng, requests=1, query_rows=1, heads=heads, channels=channels)
+    return slab, blocks, queries, weights, dict(page_entries=page_entries, offset=offset)
+
+
+def check_pages_that_are_not_there(score, *, page_entries: int, heads: int, channels: int) -> None:
+    """Of four pages the null page, one beyond the slab and one far beyond or negative score zero."""
+    for far in (np.iinfo(np.int32).max, -5):
+        shape = dict(pages=4, page_entries=page_entries, heads=heads, channels=channels, offset=0)
+        slab, blocks, queries, weights, place = one_request(np.random.default_rng(1), **shape)
+        slab[0] = 0x7F  # NaN
+        blocks[0, 1:] = 0, len(slab), far
+        lengths = np.array([4 * page_entries], np.int32)
+        got = np.asarray(score(slab, blocks, queries, weights, lengths, **place))[0, 0]
+        assert np.isfinite(got).all() and got[:page_entries].any() and not got[page_entries:].any()
+
+
+def check_a_nan_key(score, *, page_entries: int, heads: int, channels: int) -> None:
+    """The entry whose key holds a NaN scores NaN, and no other does."""
+    shape = dict(pages=2, page_entries=page_entries, heads=heads, channels=channels, offset=16)
+    slab, blocks, queries, weights, place = one_request(np.random.default_rng(5), **shape)
+    slot, lengths = page_entries // 2, np.array([2 * page_entries], np.int32)
+    slab[blocks[0, 1], 16 + slot * channels + channels // 2] = 0x7F
+    got = np.asarray(score(slab, blocks, queries, weights, lengths, **place))[0, 0]
+    assert np.flatnonzero(np.isnan(got)).tolist() == [page_entries + slot]
+
+
 def test_a_page_that_is_not_there_scores_zero():
-    rng = np.random.default_rng(1)
-    slab, blocks, _ = paged_keys(rng, requests=1, pages=4, page_entries=8, channels=32, stride=400, offset=0)
-    slab[0] = 0x7F  # NaN
-    blocks[0, 1:] = 0, len(slab), np.iinfo(np.int32).max
-    queries, weights = inputs(rng, requests=1, query_rows=1, heads=4, channels=32)
-    got = np.asarray(index_scores(slab, blocks, queries, weights, np.array([32], np.int32), page_entries=8, offset=0))
-    assert np.isfinite(got).all() and got[0, 0, :8].any() and not got[0, 0, 8:].any()
-
-
-def with_nan_key(slab, blocks, *, entry: int, page_entries: int, offset: int, channels: int):
-    """`slab` with a NaN among the numbers of request 0's key `entry`."""
-    page, slot = divmod(entry, page_entries)
-    slab[blocks[0, page], offset + slot * channels + channels // 2] = 0x7F
-    return slab
+    check_pages_that_are_not_there(index_scores, page_entries=8, heads=4, channels=32)
 
 
 def test_a_nan_key_scores_nan_and_no_other_does():
-    rng = np.random.default_rng(5)
-    slab, blocks, _ = paged_keys(rng, requests=1, pages=2, page_entries=8, channels=32, stride=400, offset=16)
-    slab = with_nan_key(slab, blocks, entry=11, page_entries=8, offset=16, channels=32)
-    queries, weights = inputs(rng, requests=1, query_rows=1, heads=4, channels=32)
-    got = np.asarray(index_scores(slab, blocks, queries, weights, np.array([16], np.int32), page_entries=8, offset=16))
-    assert np.flatnonzero(np.isnan(got[0, 0])).tolist() == [11]
+    check_a_nan_key(index_scores, page_entries=8, heads=4, channels=32)
 
 
 def test_the_model_hands_its_kernel_the_pages_that_xla_would_read(monkeypatch):

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_index_scores import assert_scores, expected, inputs, paged_keys, with_nan_key
+from test_index_scores import assert_scores, check_a_nan_key, check_pages_that_are_not_there, expected, inputs, paged_keys
 
 from hisparse_jax import ffi
 from pallas_kernels import cuda_kernels
@@ -58,22 +58,11 @@ def test_equals_numpy_for_ragged_requests(score, heads, channels, page_entries, 
 
 
 def test_null_and_unknown_pages_score_zero(score):
-    rng = np.random.default_rng(3)
-    slab, blocks, _ = paged_keys(rng, requests=1, pages=4, page_entries=16, channels=128, stride=2_112, offset=0)
-    slab[0] = 0x7F
-    blocks[0, 1:] = 0, len(slab), -5
-    queries, weights = inputs(rng, requests=1, query_rows=1, heads=8, channels=128)
-    got = np.asarray(score(slab, blocks, queries, weights, np.array([64], np.int32), page_entries=16, offset=0))
-    assert got[0, 0, :16].any() and (got[0, 0, 16:] == 0).all()
+    check_pages_that_are_not_there(score, page_entries=16, heads=8, channels=128)
 
 
 def test_a_nan_key_scores_nan_and_no_other_does(score):
-    rng = np.random.default_rng(5)
-    slab, blocks, _ = paged_keys(rng, requests=1, pages=2, page_entries=16, channels=128, stride=2_128, offset=16)
-    slab = with_nan_key(slab, blocks, entry=21, page_entries=16, offset=16, channels=128)
-    queries, weights = inputs(rng, requests=1, query_rows=1, heads=8, channels=128)
-    got = np.asarray(score(slab, blocks, queries, weights, np.array([32], np.int32), page_entries=16, offset=16))
-    assert np.flatnonzero(np.isnan(got[0, 0])).tolist() == [21]
+    check_a_nan_key(score, page_entries=16, heads=8, channels=128)
 
 
 @pytest.mark.parametrize("gib", [3, 5])
