@@ -65,6 +65,13 @@ def _let_go_of_programs(most: int) -> None:
         jax.clear_caches()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not HAS_GPU:
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no GPU"))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _after_a_module():
     yield

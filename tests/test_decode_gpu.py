@@ -1,12 +1,12 @@
 """Tiered decode on a GPU: bit-equal to the resident twin by every kernel, in place, and with nothing that waits for the host."""
 
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import need
 from test_speculative import check_patterns, layout_of
 
 from hisparse_jax import decode, ffi
@@ -15,9 +15,9 @@ from hisparse_jax.generation import compare, generate, resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
 from hisparse_jax.weights import init_weights
-from pallas_kernels import cuda_kernels, host_pool
+from pallas_kernels import host_pool
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not pathlib.Path("/dev/nvidia0").exists(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 STEPS = 24
 PROMPTS = [np.random.default_rng([9, n]).integers(0, 256, n).tolist() for n in (1_801, 1_270)]
@@ -51,9 +51,7 @@ def tight(model: DeepseekV4, backup: str) -> CacheLayout:
     ids=["write_through-cuda", "spill-cuda", "write_through-pallas"],
 )
 def test_tiered_equals_resident_in_every_bit(backup, kernels, monkeypatch):
-    ffi.load_library()
-    if kernels[0] == "cuda" and "gather_rows" not in cuda_kernels.registered():
-        pytest.skip("the library was built without CUDA")
+    need(kernels[0], "gather_rows")
     monkeypatch.setattr(host_pool, "CUDA_PREFERENCE", kernels)
     jax.clear_caches()
     model = small_model()

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import need
 from test_index_scores import assert_scores, check_a_nan_key, check_pages_that_are_not_there, expected, inputs, paged_keys
 
-from hisparse_jax import ffi
-from pallas_kernels import cuda_kernels
 from pallas_kernels.index_scores import index_scores
 
 pytestmark = pytest.mark.gpu
@@ -17,10 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def score():
-    ffi.load_library()
-    if "index_scores" not in cuda_kernels.registered():
-        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
-    return functools.partial(index_scores, implementation="cuda")
+    return functools.partial(index_scores, implementation=need("cuda", "index_scores"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Resolve and gather in one kernel: the same results and the same bytes as the two ops, step by step."""
 
 import functools
-import pathlib
 from typing import Any
 
 import chex
@@ -9,17 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import need
 from test_resolve import adversarial_steps
 from test_transfer_gpu import as_pool, random_bytes
 
-from hisparse_jax import ffi
 from hisparse_jax.hot_map import forget_host_blocks, init_hot_map, reset_requests
-from pallas_kernels import cuda_kernels
 from pallas_kernels.gather_rows import gather_rows
 from pallas_kernels.resolve_and_gather import resolve_and_gather
 from pallas_kernels.resolve_topk import resolve_topk
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not pathlib.Path("/dev/nvidia0").exists(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 ROWS = {"fp8": dict(value_bytes=576, scale_bytes=8), "bf16": dict(value_bytes=1_024, scale_bytes=0)}
 SHAPES = {  # requests, query rows, k, slots, entries of a page, steps
@@ -36,9 +34,7 @@ SHAPES = {  # requests, query rows, k, slots, entries of a page, steps
 
 @pytest.fixture(autouse=True)
 def library():
-    ffi.load_library()
-    if "resolve_and_gather" not in cuda_kernels.registered():
-        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
+    need("cuda", "resolve_and_gather")
 
 
 def apart(pool, slab, *tables, row, offset, num_host_blocks, **static):

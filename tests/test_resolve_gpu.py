@@ -8,23 +8,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import resolve_oracle as oracle
+from gpu import need
 from test_resolve import adversarial_steps
 
-from hisparse_jax import ffi
 from hisparse_jax.hot_map import HotMap, forget_host_blocks, init_hot_map, reset_requests
 from hisparse_jax.resolve import resolve_topk
 from hisparse_jax.traces import make_trace
-from pallas_kernels import cuda_kernels
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(params=["pallas", "cuda"])
 def implementation(request) -> str:
-    ffi.load_library()
-    if request.param == "cuda" and "resolve_topk" not in cuda_kernels.registered():
-        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
-    return request.param
+    return need(request.param, "resolve_topk")
 
 
 def run(steps, hot_map: HotMap, **static):

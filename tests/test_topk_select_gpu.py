@@ -7,9 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import need
 
-from hisparse_jax import ffi
-from pallas_kernels import cuda_kernels
 from pallas_kernels.topk_select import topk_select
 
 pytestmark = pytest.mark.gpu
@@ -19,10 +18,7 @@ SPECIAL = np.array([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan, -np.nan, 1e-4
 
 @pytest.fixture(params=["pallas", "cuda"])
 def select(request):
-    ffi.load_library()
-    if request.param == "cuda" and "topk_select" not in cuda_kernels.registered():
-        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
-    return functools.partial(topk_select, implementation=request.param)
+    return functools.partial(topk_select, implementation=need(request.param, "topk_select"))
 
 
 def scores_of(kind: str, rng, rows: int, size: int) -> np.ndarray:
@@ -74,9 +70,7 @@ def test_equals_the_reference_on_the_same_device(select, size, k):
 @pytest.mark.parametrize(("size", "k", "ctas"), [(40, 7, 1), (1_500, 64, 1), (5_000, 512, 2), (40_000, 512, 1)])
 def test_small_rows_by_cuda_equal_the_reference(size, k, ctas):
     """Few enough rows for a race checker: every way through the kernel, rows of one kind at a time."""
-    ffi.load_library()
-    if "topk_select" not in cuda_kernels.registered():
-        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
+    need("cuda", "topk_select")
     rng, lengths = np.random.default_rng(size), jnp.asarray([size, size - 3])
     for kind in ("normal", "equal", "mostly_zero", "special"):
         scores = scores_of(kind, rng, 2, size)
@@ -111,9 +105,7 @@ def test_bfloat16_scores(select):
 
 
 def test_any_number_of_blocks_per_row_gives_the_same():
-    ffi.load_library()
-    if "topk_select" not in cuda_kernels.registered():
-        pytest.skip("the library has no CUDA kernels: build with -DHISPARSE_CUDA=ON")
+    need("cuda", "topk_select")
     rng = np.random.default_rng(3)
     for kind in KINDS:
         scores, lengths = jnp.asarray(scores_of(kind, rng, 8, 20_000)), jnp.asarray(lengths_of(rng, 8, 20_000, 512))

@@ -1,23 +1,21 @@
 """The ops on the host pool, by every kernel of the GPU: bytes against numpy, neighbours, far addresses, loops and graphs."""
 
 import functools
-import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu import need
 
-from hisparse_jax import ffi
 from hisparse_jax.host_memory import make_host_pool
-from pallas_kernels import cuda_kernels
 from pallas_kernels.copy_pages import copy_pages
 from pallas_kernels.gather_rows import gather_rows
 from pallas_kernels.store_entry import store_entry
 from pallas_kernels.windows import row_parts
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not pathlib.Path("/dev/nvidia0").exists(), reason="no GPU")]
+pytestmark = pytest.mark.gpu
 
 FORMATS: dict[str, tuple[dict[str, int], int]] = {  # rows, and bytes of a page
     "fp8": (dict(value_bytes=576, scale_bytes=8, page_entries=64), 37_440),
@@ -32,10 +30,7 @@ GRAPH = {"xla_gpu_graph_min_graph_size": 1, "xla_gpu_enable_command_buffer": "FU
 
 @pytest.fixture(params=["pallas", "cuda"])
 def how(request):
-    ffi.load_library()
-    if request.param == "cuda" and "gather_rows" not in cuda_kernels.registered():
-        pytest.skip("the library was built without CUDA")
-    return request.param
+    return need(request.param, "gather_rows")
 
 
 @pytest.fixture(params=FORMATS)
