@@ -13,7 +13,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float32, Int32, UInt8
 
 from hisparse_jax import pages
-from hisparse_jax.config import C128
+from hisparse_jax.config import C4, C128
 from hisparse_jax.layout import CacheLayout, Place
 from hisparse_jax.model.span import Span
 from hisparse_jax.rows import RowFormat
@@ -50,6 +50,39 @@ def rows_of(
     return pages.entry_rows(wanted, span.of(table), page_entries=page_entries, row_step=row_step)
 
 
+class SlabRows(struct.PyTreeNode):
+    """Rows of the slab, as `pages` numbers them.
+
+    rows: i32[R, T, N]       -1 where there is none.
+    lengths: i32[R, T]       columns from there on hold no row.
+    page_entries, offset, row_step   of the pages they stand in.
+    """
+
+    rows: Int32[Array, "R T N"]
+    lengths: Int32[Array, "R T"]
+    page_entries: int = struct.field(pytree_node=False)
+    offset: int = struct.field(pytree_node=False)
+    row_step: int = struct.field(pytree_node=False)
+
+    @classmethod
+    def none(cls, span: Span) -> Self:
+        """No rows, as a layer without compressed entries has them."""
+        return cls(jnp.zeros((*span.positions.shape, 0), jnp.int32), jnp.zeros(span.positions.shape, jnp.int32), 1, 0, 1)
+
+
+class Entries(struct.PyTreeNode):
+    """Compressed entries that each token may attend to.
+
+    packed: u8[R, T, N, row_bytes] or [R, N, row_bytes]   rows of one token, or of all of a request's; zero bytes where none is.
+    seen: bool[R, T, N]                                   which of them a token attends to.
+    place: SlabRows | None                                where they stand on the slab; None: not all of them do.
+    """
+
+    packed: UInt8[Array, "R *T N row_bytes"]
+    seen: Bool[Array, "R T N"]
+    place: SlabRows | None
+
+
 class EntryCache(struct.PyTreeNode):
     """Slab and block tables of a step. Tables do not change inside a step.
 
@@ -67,10 +100,8 @@ class EntryCache(struct.PyTreeNode):
         """Stores packed C4 entries `rows[R, E, row_bytes]` of `layer` where `real`."""
 
     @abc.abstractmethod
-    def fetch_c4(
-        self, layer: int, selection: Selection, span: Span, layout: CacheLayout
-    ) -> tuple[UInt8[Array, "R T K row_bytes"], Self, Selection]:
-        """Packed rows of the selected entries, zero bytes where -1; the cache and the selection with its plan."""
+    def fetch_c4(self, layer: int, selection: Selection, span: Span, layout: CacheLayout) -> tuple[Entries, Self, Selection]:
+        """The selected entries; the cache and the selection with its plan."""
 
     def store_c128(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
         """Stores packed C128 entries `rows[R, E, row_bytes]` of `layer` where `real`."""
@@ -96,17 +127,17 @@ class EntryCache(struct.PyTreeNode):
         blocks = jax.lax.dynamic_slice_in_dim(table, first_page, num_pages, axis=1)
         return pages.read_page_rows(self.slab, blocks, layout.index, page_entries=layout.page_entries, offset=offset)
 
-    def read_c128(
-        self, layer: int, span: Span, layout: CacheLayout
-    ) -> tuple[UInt8[Array, "R n row_bytes"], Bool[Array, "R T n"]]:
-        """All C128 entries of each request, zero bytes past its newest, and which of them each token sees."""
-        place = layout.c128_place(layer)
-        blocks = span.of(self.base[place.group])
-        rows = pages.read_page_rows(self.slab, blocks, layout.entry, page_entries=layout.page_tokens // C128, offset=place.offset)
-        number = jnp.arange(rows.shape[1], dtype=jnp.int32)
+    def read_c128(self, layer: int, span: Span, layout: CacheLayout) -> Entries:
+        """All C128 entries of each request; a token sees those up to its own."""
+        place, entries = layout.c128_place(layer), layout.page_tokens // C128
+        table, lengths = self.base[place.group], span.num_entries(C128)
+        packed = pages.read_page_rows(self.slab, span.of(table), layout.entry, page_entries=entries, offset=place.offset)
+        number = jnp.arange(packed.shape[1], dtype=jnp.int32)
         written = number[None, :] < jax.lax.div(span.start + span.count, C128)[:, None]
-        seen = number[None, None, :] < span.num_entries(C128)[..., None]
-        return jnp.where(written[..., None], rows, 0), seen
+        seen = number[None, None, :] < lengths[..., None]
+        wanted = jnp.broadcast_to(number[None, None, :], seen.shape)
+        rows = rows_of(wanted, table, span, entries, entries, seen)
+        return Entries(jnp.where(written[..., None], packed, 0), seen, SlabRows(rows, lengths, entries, place.offset, entries))
 
     def _store_resident(self, layer: int, rows, numbers, real, span: Span, layout: CacheLayout) -> Self:
         place = layout.resident_place(layer)
@@ -130,3 +161,9 @@ class EntryCache(struct.PyTreeNode):
             offset=place.offset,
             row_step=layout.row_step,
         )
+
+    def _entries(self, rows: Int32[Array, "R T K"], indices: Int32[Array, "R T K"], layer: int, span: Span, layout: CacheLayout):
+        """The entries `indices` of a C4 layer, all of which stand in `rows` of the slab."""
+        place, lengths = layout.resident_place(layer), jnp.minimum(span.num_entries(C4), indices.shape[2])
+        where = SlabRows(rows, lengths, layout.page_entries, place.offset, layout.row_step)
+        return Entries(self._read_c4(rows, place, layout), indices >= 0, where)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int32, UInt8
 
 from hisparse_jax import pages, transfer
 from hisparse_jax.config import C4
-from hisparse_jax.entries import EntryCache, Selection, rows_of
+from hisparse_jax.entries import Entries, EntryCache, Selection, rows_of
 from hisparse_jax.hot_map import HotMap
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.numerics import border
@@ -122,13 +122,14 @@ class TieredEntries(HostEntries):
             cache = cache._swap_in(layer, plan, span, layout)
         if self.counts is not None:
             cache = cache.replace(counts=self.counts.at[index].set(span.add(self.counts[index], plan.counts)))
-        rows = cache._read_c4(plan.rows, place, layout)
+        entries = cache._entries(plan.rows, selection.indices, layer, span, layout)
         if followers:
-            rows, slab = border((rows, cache.slab))  # read before the copies, which the rest of this layer need not wait for
-            cache = cache.replace(slab=slab)
+            # read before the copies, which the rest of this layer need not wait for
+            packed, slab = border((entries.packed, cache.slab))
+            entries, cache = entries.replace(packed=packed, place=None), cache.replace(slab=slab)
             for follower in followers:
                 cache = cache._swap_in(follower, plan, span, layout)
-        return rows, cache, selection.replace(plan=plan)
+        return entries, cache, selection.replace(plan=plan)
 
     def _swap_in(self, layer: int, plan: Resolved, span: Span, layout: CacheLayout) -> Self:
         """Carries out the plan with the pool and the pages of `layer`."""
@@ -172,4 +173,4 @@ class StagedEntries(HostEntries):
         cache = self.replace(
             traffic=self.traffic.replace(staged_rows=moved), homeless=self.homeless.at[slot].add(staged.num_homeless)
         )
-        return rows, cache, selection
+        return Entries(rows, picked >= 0, None), cache, selection

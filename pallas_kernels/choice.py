@@ -16,6 +16,7 @@ ON_CUDA = {
     "resolve_topk": ("cuda", "xla"),
     "sinkhorn": ("pallas",),
     "index_scores": ("cuda", "xla"),
+    "sparse_attention": ("cuda", "xla"),
 }
 """By op: on CUDA the first of these that is there is the default."""
 

@@ -12,6 +12,7 @@ import jax
 
 KERNELS = (
     "gather_rows", "store_entry", "copy_pages", "topk_select", "resolve_topk", "resolve_and_gather", "index_scores",
+    "sparse_attention",
 )  # fmt: skip
 
 _registered: set[str] = set()

@@ -12,6 +12,9 @@ from pallas_kernels.windows import read_windows, row_parts, write_windows
 MISS = -1
 NULL_BLOCK = 0
 
+ENTRY_VALUE_BYTES, ENTRY_SCALE_BYTES = 576, 8
+"""Of a packed fp8 entry row: its values, then its scales."""
+
 
 def topk_select(scores: Float[Array, "*rows N"], lengths: Int32[Array, "*rows"], k: int) -> Int32[Array, "*rows {k}"]:
     """The set of the `k` largest of `scores[..., :length]`: ascending entry numbers, then -1.
@@ -66,6 +69,51 @@ def index_scores(
     highest = jax.lax.Precision.HIGHEST
     dots = jnp.einsum("rthd,rnd->rthn", queries.astype(jnp.float32), keys, precision=highest)
     return jnp.einsum("rth,rthn->rtn", weights, jax.nn.relu(dots), precision=highest) * scale[:, None, :, 0]
+
+
+def sparse_attention(
+    q: Float[Array, "R T H c"],
+    window: UInt8[Array, "R W row_bytes"],
+    positions: Int32[Array, "R T"],
+    slab: UInt8[Array, "N stride"],
+    rows: Int32[Array, "R T K"],
+    lengths: Int32[Array, "R T"],
+    sink: Float32[Array, " H"],
+    *,
+    window_width: int,
+    page_entries: int,
+    offset: int,
+    row_step: int,
+) -> Float[Array, "R T H c"]:
+    """Attention over the last `window_width` positions, the first `lengths` of `rows` and a sink; zeros at positions below 0."""
+    values, scales = row_parts(ENTRY_VALUE_BYTES, ENTRY_SCALE_BYTES, page_entries)
+    at = positions[..., None] - jnp.arange(window_width, dtype=jnp.int32)[None, None, ::-1]
+    recent = jnp.take_along_axis(window[:, None], (at % window.shape[1])[..., None], axis=2)
+    block, slot = jnp.where(rows < 0, 0, rows // row_step), rows % row_step
+    real = (block > NULL_BLOCK) & (block < slab.shape[0]) & (slot < page_entries)
+    real &= jnp.arange(rows.shape[2])[None, None, :] < lengths[..., None]
+    block, slot = jnp.where(real, block, slab.shape[0]), jnp.where(real, slot, 0)
+    parts = [read_windows(slab, block, offset + base + width * slot, width) for _, base, width in (values, scales)]
+    keys = entry_numbers(jnp.concatenate((recent, jnp.concatenate(parts, axis=-1)), axis=2))
+    is_key = jnp.concatenate((at >= 0, real), axis=2)
+    keys = jnp.where(is_key[..., None], keys, 0)
+    highest = jax.lax.Precision.HIGHEST
+    scores = jnp.einsum("rthc,rtnc->rthn", q.astype(jnp.float32), keys, precision=highest) * q.shape[-1] ** -0.5
+    scores = jnp.where(is_key[:, :, None], scores, -jnp.inf)
+    sinks = jnp.broadcast_to(sink[None, None, :, None], (*scores.shape[:3], 1))
+    weights = jax.nn.softmax(jnp.concatenate((scores, sinks), axis=-1), axis=-1)[..., :-1]
+    out = jnp.einsum("rthn,rtnc->rthc", weights.astype(q.dtype).astype(jnp.float32), keys, precision=highest)
+    return jnp.where((positions >= 0)[..., None, None], out, 0).astype(q.dtype)
+
+
+def entry_numbers(rows: UInt8[Array, "*batch row_bytes"]) -> Float32[Array, "*batch channels"]:
+    """The numbers of packed fp8 entry rows: 448 e4m3 values with a power-of-two scale for 64 of them, then 64 bf16 values."""
+    nope, tile, batch = 448, 64, rows.shape[:-1]
+    scale = jax.lax.bitcast_convert_type(rows[..., ENTRY_VALUE_BYTES:-1].astype(jnp.int32) << 23, jnp.float32)
+    values = jax.lax.bitcast_convert_type(rows[..., :nope], jnp.float8_e4m3fn).astype(jnp.float32)
+    scaled = (values.reshape(*batch, -1, tile) * scale[..., None]).reshape(*batch, nope)
+    rope = jax.lax.bitcast_convert_type(rows[..., nope:ENTRY_VALUE_BYTES].reshape(*batch, -1, 2), jnp.bfloat16)
+    return jnp.concatenate((scaled, rope.astype(jnp.float32)), axis=-1)
 
 
 class Resolution(NamedTuple):

@@ -6,11 +6,14 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_inputs import ENTRIES, HBM, INDEX, Case, Sizes, on_gpu, variants_of
+from bench_inputs import ENTRIES, FP8, HBM, INDEX, Case, Sizes, on_gpu, some, variants_of
 from bench_swap_in import gather_cases, resolve_cases, skewed_cases, swap_in_cases, trace_cases
 from bench_way_out import backup_cases, store_cases
 
-from pallas_kernels import cuda_kernels, index_scores, ref, sinkhorn, topk_select
+from hisparse_jax.model.attention import sink_attention
+from hisparse_jax.model.numerics import numbers_of
+from hisparse_jax.pages import read_rows
+from pallas_kernels import cuda_kernels, index_scores, ref, sinkhorn, sparse_attention, topk_select
 
 
 def topk_cases(s: Sizes) -> Iterator[Case]:
@@ -83,6 +86,62 @@ def index_cases(s: Sizes) -> Iterator[Case]:
         )  # fmt: skip
 
 
+def attention_cases(s: Sizes) -> Iterator[Case]:
+    """64 heads over a window of 128 and 512 selected fp8 rows, as a C4 layer of V4-Flash decodes."""
+    shapes = (
+        ((64, "60", "43", "43"), (128, "60", "43", "43"), (16, "", "", ""), (1, "", "", "")) if on_gpu() else ((2, "", "", ""),)
+    )
+    heads, width, top_k, num_pages = (64, 128, 512, 128) if on_gpu() else (2, 8, 16, 1)
+    step, stride = 65 * ENTRIES, 65 * 576
+    for batch, first, then, peer in shapes if on_gpu() else ((2, "", "", ""),):
+
+        def fixed(batch=batch):
+            def pages_of(key):
+                rows = FP8.pack(jax.random.normal(key, (num_pages, ENTRIES, 512), jnp.bfloat16))
+                return jnp.pad(FP8.join_page(rows), ((0, 0), (0, stride - FP8.page_bytes(ENTRIES))))
+
+            each = jax.lax.map(pages_of, jax.random.split(jax.random.key(0), batch))
+            slab = jnp.concatenate((jnp.zeros((1, stride), jnp.uint8), each.reshape(-1, stride)))
+            window = FP8.pack(jax.random.normal(jax.random.key(1), (batch, width, 512), jnp.bfloat16))
+            return slab, window, jnp.zeros(heads)
+
+        def draw(key, launches, batch=batch):
+            def one(key):
+                q = 4 * jax.random.normal(key, (batch, 1, heads, 512), jnp.bfloat16)
+                entries = some(jax.random.fold_in(key, 1), batch, 1, count=top_k, low=0, high=num_pages * ENTRIES)
+                block = 1 + jnp.arange(batch)[:, None, None] * num_pages + entries // ENTRIES
+                return q, block * step + entries % ENTRIES
+
+            return tuple(one(jax.random.fold_in(key, i)) for i in range(launches))
+
+        def by_op(fixed, q, rows, implementation, batch=batch):
+            slab, window, sink = fixed
+            positions, lengths = jnp.full((batch, 1), 32_767, jnp.int32), jnp.full((batch, 1), top_k, jnp.int32)
+            operands = q, window, positions, slab, rows, lengths, sink
+            place = dict(window_width=width, page_entries=ENTRIES, offset=0, row_step=step)
+            return sparse_attention.sparse_attention(*operands, **place, implementation=implementation)
+
+        def by_model(fixed, q, rows):  # as the model does without the kernel
+            slab, window, sink = fixed
+            packed = read_rows(slab, rows, FP8, page_entries=ENTRIES, offset=0, row_step=step)
+            keys = tuple(numbers_of(part, FP8)[0] for part in (window[:, None], packed))
+            return sink_attention(q, keys, tuple(jnp.ones(key.shape[:3], bool) for key in keys), sink)
+
+        def check(run, fixed=fixed, draw=draw, by_op=by_op):
+            (inputs,) = draw(jax.random.key(3), 1)
+            got, want = run(None, inputs)[1], by_op(fixed(), *inputs, "xla")
+            np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.02)
+
+        steps = {"xla": lambda fixed, state, inputs, by_model=by_model: (state, by_model(fixed, *inputs))}
+        if on_gpu() and "sparse_attention" in cuda_kernels.registered():
+            steps["cuda"] = lambda fixed, state, inputs, by_op=by_op: (state, by_op(fixed, *inputs, "cuda"))
+        yield Case(
+            "sparse_attention", f"B {batch}, {heads} heads, {width} + {top_k} keys", steps, lambda: jnp.zeros(()), draw, check,
+            floor_us=batch * ((width + top_k) * FP8.row_bytes + 4 * heads * 512) / HBM * 1e6, fixed=fixed, most=16,
+            first=first, then=then, peer=peer,
+        )  # fmt: skip
+
+
 def sinkhorn_cases(s: Sizes) -> Iterator[Case]:
     def draw(key, launches):
         return tuple((jnp.exp(jax.random.normal(jax.random.fold_in(key, i), (s.requests, 4, 4))),) for i in range(launches))
@@ -100,7 +159,7 @@ def sinkhorn_cases(s: Sizes) -> Iterator[Case]:
 
 def cases(s: Sizes) -> Iterator[Case]:
     for make in (
-        resolve_cases, swap_in_cases, skewed_cases, trace_cases, store_cases, topk_cases, index_cases, sinkhorn_cases,
-        gather_cases, backup_cases,
+        resolve_cases, swap_in_cases, skewed_cases, trace_cases, store_cases, topk_cases, index_cases, attention_cases,
+        sinkhorn_cases, gather_cases, backup_cases,
     ):  # fmt: skip
         yield from make(s)

@@ -140,7 +140,7 @@ if [[ ${SANITIZE:-0} == 1 ]]; then
   runs=()
   begin=$SECONDS
   for tool in memcheck racecheck; do
-    for file in transfer resolve topk_select resolve_and_gather index_scores; do
+    for file in transfer resolve topk_select resolve_and_gather index_scores sparse_attention; do
       sanitize "$tool" "$file" &
       runs+=("$tool-$file")
     done

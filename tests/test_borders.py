@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from runs import TINY, build, tight_layout
 
-from hisparse_jax.entries import EntryCache
+from hisparse_jax.entries import Entries, EntryCache
 from hisparse_jax.layer_state import init_layer_states
 from hisparse_jax.model.span import make_span
 
@@ -41,11 +41,11 @@ class Recorder(EntryCache):
 
     def read_c128(self, layer, span, layout):
         self._take("read_c128", span)
-        return self.given["c128"], self.given["seen"]
+        return Entries(self.given["c128"], self.given["seen"], None)
 
     def fetch_c4(self, layer, selection, span, layout):
         self._take("fetch_c4", span)
-        return self.given["c4"], self, selection
+        return Entries(self.given["c4"], selection.indices >= 0, None), self, selection
 
 
 def float_users(traced, variables) -> list:

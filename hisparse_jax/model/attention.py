@@ -5,11 +5,81 @@ entries), masked, so that sums round alike in every residency. Scores and softma
 the keys' dtype before the value product.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, UInt8
 
-from hisparse_jax.model.numerics import contract
+from hisparse_jax.entries import Entries, SlabRows
+from hisparse_jax.layout import CacheLayout
+from hisparse_jax.model.numerics import border, contract, numbers_of
+from hisparse_jax.model.span import Span, read_ring
+from hisparse_jax.rows import RowFormat
+from pallas_kernels.choice import choose
+from pallas_kernels.sparse_attention import fits, sparse_attention
+
+
+class Window(NamedTuple):
+    """Latents of the sliding window, `width` positions: before a span, of its tokens, and with them in place.
+
+    before: u8[B, W, row_bytes], rows: u8[R, T, row_bytes], ring: u8[B, W, row_bytes]
+    """
+
+    before: UInt8[Array, "B W row_bytes"]
+    rows: UInt8[Array, "R T row_bytes"]
+    ring: UInt8[Array, "B W row_bytes"]
+    width: int
+
+    def keys(self, span: Span, entry: RowFormat) -> Float[Array, "R T width c"]:
+        """Keys of each token's window, oldest first; the positions before the sequence are zeros."""
+        history = jnp.concatenate([read_ring(self.before, span, self.width), self.rows], axis=1)
+        position = span.start[:, None] - self.width + jnp.arange(history.shape[1])[None, :]
+        keys, _ = numbers_of(jnp.where((position >= 0)[..., None], history, 0), entry)
+        index = jnp.arange(self.rows.shape[1])[:, None] + 1 + jnp.arange(self.width)[None, :]
+        return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
+
+    def mask(self, span: Span) -> Bool[Array, "R T width"]:
+        """Which of them are positions of the sequence."""
+        return span.positions[..., None] - (self.width - 1) + jnp.arange(self.width)[None, None, :] >= 0
+
+
+def attend(
+    q: Float[Array, "R T H c"],
+    window: Window,
+    entries: Entries | None,
+    slab: UInt8[Array, "N stride"],
+    sink: Float32[Array, " H"],
+    span: Span,
+    apart: Span,
+    layout: CacheLayout,
+) -> Float[Array, "R T H c"]:
+    """Attention of a span's tokens over window, entries and sink; `q`'s dtype out. Padding gives anything finite.
+
+    In decode one CUDA kernel reads all rows where they stand, where the library has it and the rows are fp8. `apart` is the
+    cache's copy of `span`.
+    """
+
+    def by_xla(q, sink):
+        keys, masks = [window.keys(span, layout.entry)], [window.mask(span)]
+        if entries is not None:
+            keys.append(numbers_of(entries.packed, layout.entry)[0])
+            masks.append(border(entries.seen))
+        return sink_attention(q, tuple(keys), tuple(masks), sink)
+
+    place = SlabRows.none(apart) if entries is None else entries.place
+    decoding = span.slots is None and layout.entry.name == "fp8" and q.dtype == jnp.bfloat16
+    shape = q.shape[0] * q.shape[1], q.shape[3], layout.entry.row_bytes
+    if not decoding or place is None or not fits(*shape, stride=layout.stride, offset=place.offset):
+        return by_xla(q, sink)
+
+    def by_kernel(q, sink):
+        positions = jnp.where(apart.valid, apart.positions, -1)
+        where = dict(page_entries=place.page_entries, offset=place.offset, row_step=place.row_step, window_width=window.width)
+        operands = q, window.ring, positions, slab, place.rows, place.lengths, sink.astype(jnp.float32)
+        return border(sparse_attention(*operands, **where, implementation="cuda"))
+
+    return choose("sparse_attention", None, dict(xla=by_xla, cuda=by_kernel), q, sink)
 
 
 def sink_attention(

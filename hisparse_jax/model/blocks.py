@@ -15,15 +15,15 @@ from hisparse_jax.config import C4, SWA, ModelConfig
 from hisparse_jax.entries import EntryCache, Selection
 from hisparse_jax.layer_state import LayerState
 from hisparse_jax.layout import CacheLayout
-from hisparse_jax.model.attention import sink_attention
+from hisparse_jax.model.attention import Window, attend
 from hisparse_jax.model.compressor import Compressor
 from hisparse_jax.model.hyper_connections import HeadMixer, HyperConnection
 from hisparse_jax.model.indexer import Indexer, score_entries
 from hisparse_jax.model.moe import MoE
-from hisparse_jax.model.numerics import border, contract, linear, numbers_of, rms, rms_norm
+from hisparse_jax.model.numerics import border, contract, linear, rms, rms_norm
 from hisparse_jax.model.rope import frequencies, rotate
-from hisparse_jax.model.span import Span, read_ring, write_ring
-from hisparse_jax.rows import RowFormat, hadamard
+from hisparse_jax.model.span import Span, write_ring
+from hisparse_jax.rows import hadamard
 
 Weights = Mapping[str, jax.Array | jax.ShapeDtypeStruct]
 
@@ -61,29 +61,17 @@ class Attention(nnx.Module):
         q = rotate(rms(q, eps).astype(x.dtype), span.positions[..., None], freqs)
         latent = rms_norm(linear(x, self.wkv[...]), self.kv_norm[...], eps)
         rows = border(layout.entry.pack(rotate(latent, span.positions, freqs)))
-        keys, masks = [self._window(rows, span, state.window, layout.entry)], [_window_mask(span, cfg.sliding_window)]
-        state = state.replace(window=write_ring(state.window, rows, span))
+        window = Window(state.window, rows, write_ring(state.window, rows, span), cfg.sliding_window)
+        state, entries = state.replace(window=window.ring), None
         if self.ratio != SWA:
             state, cache = self._compress(x, span, apart, state, cache, layout)
             if self.ratio == C4:
                 led = self._select(x, qr, span, apart, cache, led, layout)
-                packed, cache, led = cache.fetch_c4(self.layer, led, apart, layout)
-                seen = led.indices >= 0
+                entries, cache, led = cache.fetch_c4(self.layer, led, apart, layout)
             else:
-                packed, seen = cache.read_c128(self.layer, apart, layout)
-            keys.append(numbers_of(packed, layout.entry)[0])
-            masks.append(border(seen))
-        out = sink_attention(q, tuple(keys), tuple(masks), self.sink[...])
+                entries = cache.read_c128(self.layer, apart, layout)
+        out = attend(q, window, entries, cache.slab, self.sink[...], span, apart, layout)
         return self._project(rotate(out, span.positions[..., None], freqs, inverse=True)), state, cache, led
-
-    def _window(self, rows: Array, span: Span, window: Array, entry: RowFormat) -> Float[Array, "R T W c"]:
-        """Keys of each token's sliding window, oldest first; the positions before the sequence are zeros."""
-        width = self.config.sliding_window
-        history = jnp.concatenate([read_ring(window, span, width), rows], axis=1)
-        position = span.start[:, None] - width + jnp.arange(history.shape[1])[None, :]
-        keys, _ = numbers_of(jnp.where((position >= 0)[..., None], history, 0), entry)
-        index = jnp.arange(rows.shape[1])[:, None] + 1 + jnp.arange(width)[None, :]
-        return border(keys.at[:, index].get(mode="promise_in_bounds", wrap_negative_indices=False))
 
     def _compress(self, x, span: Span, apart: Span, state: LayerState, cache: EntryCache, layout: CacheLayout):
         assert state.ring is not None
@@ -116,10 +104,6 @@ class Attention(nnx.Module):
         wo_a = self.wo_a[...].reshape(cfg.o_groups, cfg.o_lora_rank, -1)
         low = contract("rtgi,gli->rtgl", groups, wo_a).astype(out.dtype)
         return linear(low.reshape(*out.shape[:2], -1), self.wo_b[...])
-
-
-def _window_mask(span: Span, width: int):
-    return span.positions[..., None] - (width - 1) + jnp.arange(width)[None, None, :] >= 0
 
 
 class Block(nnx.Module):

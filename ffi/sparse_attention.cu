@@ -1,0 +1,523 @@
+// Attention of decode over fp8 entry rows: one softmax over a request's sliding window, selected rows of the
+// paged cache, and a sink for each head. Keys are values. Reference: pallas_kernels/ref.py.
+//
+// A block has 64 heads of one query in shared memory and takes 64 keys at a time: their bytes are on their
+// way two tiles ahead, are turned into bf16 once, and serve both products (m16n8k16, sums in f32). The blocks
+// of a cluster share the tiles of one query and put their sums together at the end, each for its own
+// channels. Nothing depends on which block is done first.
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda_block.h"
+
+namespace hisparse {
+namespace {
+
+namespace cg = cooperative_groups;
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kHeads = 64, kKeys = 64;  // of a block, of a tile
+constexpr int kChannels = 512, kNope = 448;
+constexpr int kValueBytes = 576, kScaleBytes = 8, kRowBytes = kValueBytes + kScaleBytes;
+constexpr int kWord = 16;                                    // bytes of an access to shared memory
+constexpr int kWordsOfKey = kChannels * 2 / kWord;           // as bf16
+constexpr int kWordsOfThread = kValueBytes / kWord / 4;      // of a row's values: four threads have a row
+constexpr int kNopeWordsOfThread = kNope / kWord / 4;        // of which e4m3
+constexpr int kTilesOfHeads = kHeads / 16;
+constexpr int kChannelsOfWarp = kChannels / kWarps;
+constexpr int kMostBlocks = 132, kMostCluster = 8;           // multiprocessors of an H200; one block fills one
+constexpr int kMostRows = 65535;                             // of a grid
+constexpr float kLog2E = 1.4426950408889634f;
+
+struct Attending {
+  const uint4* queries;      // bf16 [R, T, H, 512]
+  const uint8_t* window;     // [R, W, 584]
+  const int32_t* positions;  // [R, T]
+  const uint8_t* slab;
+  const int32_t* rows;     // [R, T, K]
+  const int32_t* lengths;  // [R, T]
+  const float* sink;       // [H]
+  uint32_t* out;           // pairs of bf16, as the queries
+  int64_t stride, offset, scales_offset;
+  int num_blocks, num_heads, query_rows, ring_rows, window_width, columns, page_entries, row_step;
+  float scale;  // of scores, for powers of two
+};
+
+__device__ __forceinline__ uint32_t AddressOf(const void* place) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
+}
+
+// Brings `kBytes` to shared memory, or zeros.
+template <int kBytes>
+__device__ __forceinline__ void Bring(void* to, const void* from, bool is_there) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(AddressOf(to)), "l"(from),
+                 "r"(is_there ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(AddressOf(to)), "l"(from),
+                 "r"(is_there ? 8 : 0)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void CloseGroup() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// The place of a word in rows of `kWordsOfRow` words: eight rows' words of one column lie in different banks.
+template <int kWordsOfRow>
+__device__ __forceinline__ int PlaceOf(int row, int word) {
+  return row * kWordsOfRow + (word ^ (row & 7));
+}
+
+__device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const uint4* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(AddressOf(from))
+               : "memory");
+}
+
+__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[4], const uint4* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(AddressOf(from))
+               : "memory");
+}
+
+__device__ __forceinline__ void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ uint32_t Pair(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// Two e4m3 numbers, the low bytes of `bits`, times a power of two, as two bf16 numbers.
+__device__ __forceinline__ uint32_t Scaled(uint32_t bits, float scale) {
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
+  const float2 numbers = __half22float2(*reinterpret_cast<const __half2*>(&halves));
+  return Pair(numbers.x * scale, numbers.y * scale);
+}
+
+// A row's bytes on their way, in places that only the thread that brings them reads.
+struct Raw {
+  uint4 values[kWordsOfThread][kThreads];
+  uint2 scales[kThreads];
+};
+
+struct Shared {
+  uint4 queries[kHeads * kWordsOfKey];
+  union {
+    struct {
+      uint4 keys[kKeys * kWordsOfKey];
+      uint4 weights[kHeads * kKeys * 2 / kWord];
+      Raw raw[2];
+    };
+    float2 sums[kHeads][kChannels / 2];  // at the end
+  };
+  bool is_key[4][kKeys];  // of the tile computed, the two on their way, and the last
+  float tops[2][kHeads];  // of either half of a tile's keys
+  float totals[2][kHeads];
+  float factors[kHeads];
+  float top[kHeads], total[kHeads];  // at the end
+  float shares[kMostCluster][kHeads];  // of what the blocks of the cluster have summed
+};
+
+// Which keys a block's tiles hold.
+struct Tiles {
+  const Attending& a;
+  int64_t request, query;
+  int position, of_window, length, num, first, step;
+
+  __device__ Tiles(const Attending& attending, int64_t row, int rank, int cluster)
+      : a(attending), request(row / attending.query_rows), query(row), first(rank), step(cluster) {
+    position = a.positions[row];
+    of_window = (a.window_width + kKeys - 1) / kKeys;
+    length = min(max(a.lengths[row], 0), a.columns);
+    const int all = of_window + (length + kKeys - 1) / kKeys;
+    num = all > first ? (all - first + step - 1) / step : 0;
+  }
+
+  // The row of the slab that this thread brings of a tile; -1 for none, or for a tile of the window.
+  __device__ int RowOf(int index) const {
+    const int column = (first + index * step - of_window) * kKeys + static_cast<int>(threadIdx.x) / 4;
+    if (index >= num || column < 0 || column >= length) return -1;
+    return __ldg(a.rows + query * a.columns + column);
+  }
+
+  // `row` is `RowOf(index)`.
+  __device__ void Bring(int index, int row, Raw& raw, bool* is_key) const {
+    if (index >= num) return;
+    const int thread = threadIdx.x, quad = thread % 4, tile = first + index * step;
+    bool is_there;
+    if (tile < of_window) {
+      const int back = a.window_width - 1 - (tile * kKeys + thread / 4), at = position - back;
+      is_there = back >= 0 && at >= 0;
+      const uint8_t* from =
+          a.window + (request * a.ring_rows + (is_there ? at % a.ring_rows : 0)) * kRowBytes;
+#pragma unroll
+      for (int word = 0; word < kWordsOfThread; ++word) {  // a row begins at a multiple of 8
+        const uint8_t* half = from + (word * 4 + quad) * kWord;
+        uint2* to = reinterpret_cast<uint2*>(&raw.values[word][thread]);
+        hisparse::Bring<8>(to, half, is_there);
+        hisparse::Bring<8>(to + 1, half + 8, is_there);
+      }
+      hisparse::Bring<8>(&raw.scales[thread], from + kValueBytes, is_there);
+    } else {
+      const int block = row < 0 ? 0 : row / a.row_step, slot = row - block * a.row_step;
+      is_there = block > 0 && block < a.num_blocks && slot < a.page_entries;
+      const uint8_t* page = a.slab + (is_there ? block : 0) * a.stride + a.offset;
+      const uint8_t* from = page + (is_there ? slot : 0) * kValueBytes + quad * kWord;
+#pragma unroll
+      for (int word = 0; word < kWordsOfThread; ++word) {
+        hisparse::Bring<16>(&raw.values[word][thread], from + word * 4 * kWord, is_there);
+      }
+      const uint8_t* scales = page + a.scales_offset + (is_there ? slot : 0) * kScaleBytes;
+      hisparse::Bring<8>(&raw.scales[thread], scales, is_there);
+    }
+    if (quad == 0) is_key[thread / 4] = is_there;
+  }
+};
+
+// A thread's quarter of a row, as bf16.
+__device__ __forceinline__ void Convert(const Raw& raw, uint4* keys) {
+  const int thread = threadIdx.x, row = thread / 4, quad = thread % 4;
+  const uint2 scales = raw.scales[thread];
+#pragma unroll
+  for (int word = 0; word < kNopeWordsOfThread; ++word) {  // four words share a scale
+    const uint4 values = raw.values[word][thread];
+    const uint32_t byte = ((word < 4 ? scales.x : scales.y) >> (8 * (word % 4))) & 0xff;
+    const float scale = __uint_as_float(byte << 23);
+    const int to = 2 * (word * 4 + quad);
+    keys[PlaceOf<kWordsOfKey>(row, to)] = {Scaled(values.x, scale), Scaled(values.x >> 16, scale),
+                                           Scaled(values.y, scale), Scaled(values.y >> 16, scale)};
+    keys[PlaceOf<kWordsOfKey>(row, to + 1)] = {Scaled(values.z, scale), Scaled(values.z >> 16, scale),
+                                               Scaled(values.w, scale), Scaled(values.w >> 16, scale)};
+  }
+#pragma unroll
+  for (int word = kNopeWordsOfThread; word < kWordsOfThread; ++word) {  // rotary channels are bf16
+    const int to = kNope * 2 / kWord + (word - kNopeWordsOfThread) * 4 + quad;
+    keys[PlaceOf<kWordsOfKey>(row, to)] = raw.values[word][thread];
+  }
+}
+
+// Scores of 16 heads against 32 keys.
+__device__ __forceinline__ void Score(const Shared& s, int head, int key, float (&scores)[4][4]) {
+  const int lane = threadIdx.x % 32;
+  const int query_row = head + lane % 16, query_word = lane / 16;
+  const int key_row = key + lane / 16 * 8 + lane % 8, key_word = lane / 8 % 2;
+#pragma unroll 4
+  for (int step = 0; step < kChannels / 16; ++step) {
+    uint32_t query[4], keys[4];
+    LoadMatrices(query, &s.queries[PlaceOf<kWordsOfKey>(query_row, 2 * step + query_word)]);
+#pragma unroll
+    for (int pair = 0; pair < 2; ++pair) {
+      LoadMatrices(keys, &s.keys[PlaceOf<kWordsOfKey>(key_row + 16 * pair, 2 * step + key_word)]);
+      Multiply(scores[2 * pair], query, keys[0], keys[1]);
+      Multiply(scores[2 * pair + 1], query, keys[2], keys[3]);
+    }
+  }
+}
+
+// Adds a tile's keys, weighed, to the sums of all heads and this warp's channels.
+__device__ __forceinline__ void AddValues(const Shared& s, float (&sums)[kTilesOfHeads][8][4]) {
+  constexpr int kWordsOfWeights = kKeys * 2 / kWord;
+  const int lane = threadIdx.x % 32, group = lane / 4, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int heads = 0; heads < kTilesOfHeads; ++heads) {
+    const float low = s.factors[16 * heads + group], high = s.factors[16 * heads + 8 + group];
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      sums[heads][tile][0] *= low;
+      sums[heads][tile][1] *= low;
+      sums[heads][tile][2] *= high;
+      sums[heads][tile][3] *= high;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kKeys / 16; ++step) {
+    uint32_t weights[kTilesOfHeads][4];
+#pragma unroll
+    for (int heads = 0; heads < kTilesOfHeads; ++heads) {
+      LoadMatrices(weights[heads],
+                   &s.weights[PlaceOf<kWordsOfWeights>(16 * heads + lane % 16, 2 * step + lane / 16)]);
+    }
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+      uint32_t values[4];
+      const int row = 16 * step + lane / 8 % 2 * 8 + lane % 8, word = 8 * warp + 2 * pair + lane / 16;
+      LoadTransposed(values, &s.keys[PlaceOf<kWordsOfKey>(row, word)]);
+#pragma unroll
+      for (int heads = 0; heads < kTilesOfHeads; ++heads) {
+        Multiply(sums[heads][2 * pair], weights[heads], values[0], values[1]);
+        Multiply(sums[heads][2 * pair + 1], weights[heads], values[2], values[3]);
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ float OfQuad(float value, float (*of)(float, float)) {
+  value = of(value, __shfl_xor_sync(kAllLanes, value, 1));
+  return of(value, __shfl_xor_sync(kAllLanes, value, 2));
+}
+
+__device__ __forceinline__ float Sum(float a, float b) { return a + b; }
+__device__ __forceinline__ float Larger(float a, float b) { return fmaxf(a, b); }
+
+// What scores are taken relative to: an infinite top would make a NaN of scores that are as low.
+__device__ __forceinline__ float Finite(float top) { return top == -INFINITY ? 0.0f : top; }
+
+// The place of two channels' sums of a head: what the lanes of a warp write lies in different banks.
+__device__ __forceinline__ int PlaceOfSums(int head, int pair) { return pair ^ ((head & 7) << 2); }
+
+__global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  Shared& s = *reinterpret_cast<Shared*>(memory);
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = lane / 4, quad = lane % 4;
+  const int rank = blockIdx.x, cluster = gridDim.x, first_head = blockIdx.z * kHeads;
+  const int num_heads = min(kHeads, a.num_heads - first_head);
+  const Tiles tiles(a, blockIdx.y, rank, cluster);
+  const int64_t first = (tiles.query * a.num_heads + first_head) * kWordsOfKey;
+  if (tiles.position < 0) {  // a row that is not computed: all blocks of the cluster leave
+    uint4* const out = reinterpret_cast<uint4*>(a.out) + first;
+    for (int i = rank * kThreads + thread; i < num_heads * kWordsOfKey; i += cluster * kThreads) out[i] = {};
+    return;
+  }
+#pragma unroll
+  for (int i = thread; i < kHeads * kWordsOfKey; i += kThreads) {
+    const int head = i / kWordsOfKey, word = i % kWordsOfKey;
+    const bool is_there = head < num_heads;
+    Bring<16>(&s.queries[PlaceOf<kWordsOfKey>(head, word)], a.queries + first + (is_there ? i : 0), is_there);
+  }
+  tiles.Bring(0, tiles.RowOf(0), s.raw[0], s.is_key[0]);
+  CloseGroup();
+  tiles.Bring(1, tiles.RowOf(1), s.raw[1], s.is_key[1]);
+  CloseGroup();
+  int next_row = tiles.RowOf(2);
+
+  // Of a tile's scores, this warp has 16 heads and half of the keys; each thread two heads.
+  const int head = warp % 4 * 16, half = warp / 4, my_heads[2] = {head + group, head + group + 8};
+  float sinks[2], top[2], total[2] = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    sinks[i] = my_heads[i] < num_heads ? a.sink[first_head + my_heads[i]] * kLog2E : 0.0f;
+    top[i] = sinks[i];
+  }
+  float sums[kTilesOfHeads][8][4] = {};
+
+#pragma unroll 1
+  for (int index = 0; index < tiles.num; ++index) {
+    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    __syncthreads();  // the last tile's keys have been read
+    Convert(s.raw[index % 2], s.keys);
+    __syncthreads();
+    tiles.Bring(index + 2, next_row, s.raw[index % 2], s.is_key[(index + 2) % 4]);
+    CloseGroup();
+    next_row = tiles.RowOf(index + 3);
+
+    float scores[4][4] = {}, tops[2] = {-INFINITY, -INFINITY};
+    Score(s, head, half * (kKeys / 2), scores);
+    const bool* const is_key = s.is_key[index % 4] + half * (kKeys / 2) + 2 * quad;
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& score = scores[tile][i];
+        score = is_key[8 * tile + i % 2] ? score * a.scale : -INFINITY;
+        tops[i / 2] = fmaxf(tops[i / 2], score);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      tops[i] = OfQuad(tops[i], Larger);
+      if (quad == 0) s.tops[half][my_heads[i]] = tops[i];
+    }
+    __syncthreads();
+    float base[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float higher = fmaxf(top[i], fmaxf(s.tops[0][my_heads[i]], s.tops[1][my_heads[i]]));
+      base[i] = Finite(higher);
+      const float factor = exp2f(top[i] - base[i]);
+      total[i] *= factor;
+      top[i] = higher;
+      if (half == 0 && quad == 0) s.factors[my_heads[i]] = factor;
+    }
+#pragma unroll
+    for (int tile = 0; tile < 4; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float low = exp2f(scores[tile][2 * i] - base[i]), high = exp2f(scores[tile][2 * i + 1] - base[i]);
+        total[i] += low + high;
+        uint4& word = s.weights[PlaceOf<kKeys * 2 / kWord>(my_heads[i], half * 4 + tile)];
+        reinterpret_cast<uint32_t*>(&word)[quad] = Pair(low, high);
+      }
+    }
+    __syncthreads();
+    AddValues(s, sums);
+  }
+
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    total[i] = OfQuad(total[i], Sum);
+    if (quad == 0) {
+      s.totals[half][my_heads[i]] = total[i];
+      if (half == 0) s.top[my_heads[i]] = top[i];
+    }
+  }
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  __syncthreads();  // nothing is on its way or read where the sums go
+  if (half == 0 && quad == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float of_sink = rank == 0 ? exp2f(sinks[i] - Finite(top[i])) : 0.0f;
+      s.total[my_heads[i]] = s.totals[0][my_heads[i]] + s.totals[1][my_heads[i]] + of_sink;
+    }
+  }
+#pragma unroll
+  for (int heads = 0; heads < kTilesOfHeads; ++heads) {
+#pragma unroll
+    for (int tile = 0; tile < 8; ++tile) {
+      const int pair = (kChannelsOfWarp * warp + 8 * tile) / 2 + quad;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int of = 16 * heads + 8 * i + group;
+        s.sums[of][PlaceOfSums(of, pair)] = {sums[heads][tile][2 * i], sums[heads][tile][2 * i + 1]};
+      }
+    }
+  }
+  const cg::cluster_group blocks = cg::this_cluster();
+  blocks.sync();
+  if (thread < kHeads) {
+    float highest = -INFINITY, all = 0.0f;
+    for (int other = 0; other < cluster; ++other) {
+      highest = fmaxf(highest, *blocks.map_shared_rank(&s.top[thread], other));
+    }
+    for (int other = 0; other < cluster; ++other) {
+      const float share = exp2f(*blocks.map_shared_rank(&s.top[thread], other) - Finite(highest));
+      all += *blocks.map_shared_rank(&s.total[thread], other) * share;
+      s.shares[other][thread] = share;
+    }
+    for (int other = 0; other < cluster; ++other) s.shares[other][thread] /= all;
+  }
+  __syncthreads();
+  constexpr int kAtOnce = 8;                     // loads from another block on their way
+  const int pairs = kChannels / 2 / cluster;     // of a head, that this block writes
+  for (int begin = thread; begin < num_heads * pairs; begin += kAtOnce * kThreads) {
+    float2 sum[kAtOnce] = {};
+    for (int other = 0; other < cluster; ++other) {
+      const Shared& there = *blocks.map_shared_rank(&s, other);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int of = min((begin + i * kThreads) / pairs, kHeads - 1);
+        const int pair = rank * pairs + (begin + i * kThreads) % pairs;
+        const float2 part = there.sums[of][PlaceOfSums(of, pair)];
+        sum[i].x = fmaf(part.x, s.shares[other][of], sum[i].x);
+        sum[i].y = fmaf(part.y, s.shares[other][of], sum[i].y);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int of = (begin + i * kThreads) / pairs, pair = rank * pairs + (begin + i * kThreads) % pairs;
+      if (of < num_heads) {
+        a.out[(tiles.query * a.num_heads + first_head + of) * (kChannels / 2) + pair] = Pair(sum[i].x, sum[i].y);
+      }
+    }
+  }
+  blocks.sync();  // no block may leave while another reads its memory
+}
+
+ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi::BF16, 4> queries,
+                           ffi::Buffer<ffi::U8, 3> window, ffi::Buffer<ffi::S32, 2> positions,
+                           ffi::Buffer<ffi::U8, 2> slab, ffi::Buffer<ffi::S32, 3> rows,
+                           ffi::Buffer<ffi::S32, 2> lengths, ffi::Buffer<ffi::F32, 1> sink,
+                           ffi::ResultBuffer<ffi::BF16, 4> out, int64_t window_width, int64_t page_entries,
+                           int64_t offset, int64_t row_step) {
+  const auto shape = queries.dimensions(), ring = window.dimensions(), selected = rows.dimensions();
+  const auto at = positions.dimensions(), of_lengths = lengths.dimensions(), result = out->dimensions();
+  const int64_t stride = slab.dimensions()[1];
+  if (shape[3] != kChannels || ring[2] != kRowBytes || ring[0] != shape[0] || selected[0] != shape[0] ||
+      selected[1] != shape[1] || at[0] != shape[0] || at[1] != shape[1] || of_lengths[0] != shape[0] ||
+      of_lengths[1] != shape[1] || static_cast<int64_t>(sink.element_count()) != shape[2] ||
+      !std::equal(result.begin(), result.end(), shape.begin()) || shape[0] * shape[1] > kMostRows ||
+      selected[2] > INT32_MAX - kKeys || shape[2] > kMostRows * kHeads) {
+    return ffi::Error::InvalidArgument(
+        "sparse_attention: queries and output are [R, T, H, 512], window [R, W, 584], positions and lengths "
+        "[R, T], rows [R, T, K], sink [H]");
+  }
+  if (window_width < 0 || window_width > ring[1] || ring[1] > INT32_MAX) {
+    return ffi::Error::InvalidArgument("sparse_attention: a window of " + std::to_string(window_width) +
+                                       " tokens does not stand in " + std::to_string(ring[1]) + " rows");
+  }
+  if (page_entries <= 0 || row_step < page_entries || row_step > INT32_MAX || offset < 0 || offset % kWord ||
+      stride % kWord || (page_entries * kValueBytes) % kScaleBytes ||
+      (selected[2] > 0 && offset + page_entries * kRowBytes > stride) || slab.dimensions()[0] > INT32_MAX) {
+    return ffi::Error::InvalidArgument(
+        "sparse_attention: pages of " + std::to_string(page_entries) + " rows at byte " +
+        std::to_string(offset) + " of blocks of " + std::to_string(stride) + ", numbered by " +
+        std::to_string(row_step) + ": bytes must be multiples of 16, and pages stay in their block");
+  }
+  const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kHeads - 1) / kHeads;
+  if (num_rows == 0 || shape[2] == 0) return ffi::Error::Success();
+  const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
+  int cluster = 1;
+  while (cluster < kMostCluster && 2 * cluster <= tiles && 2 * cluster * num_rows * head_blocks <= kMostBlocks) {
+    cluster *= 2;
+  }
+  const Attending attending = {reinterpret_cast<const uint4*>(queries.untyped_data()),
+                               window.typed_data(),
+                               positions.typed_data(),
+                               slab.typed_data(),
+                               rows.typed_data(),
+                               lengths.typed_data(),
+                               sink.typed_data(),
+                               reinterpret_cast<uint32_t*>(out->untyped_data()),
+                               stride,
+                               offset,
+                               page_entries * kValueBytes,
+                               static_cast<int>(slab.dimensions()[0]),
+                               static_cast<int>(shape[2]),
+                               static_cast<int>(shape[1]),
+                               static_cast<int>(ring[1]),
+                               static_cast<int>(window_width),
+                               static_cast<int>(selected[2]),
+                               static_cast<int>(page_entries),
+                               static_cast<int>(row_step),
+                               kLog2E / sqrtf(static_cast<float>(kChannels))};
+  const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(num_rows),
+                  static_cast<unsigned>(head_blocks));
+  return Launch("sparse_attention", stream, ordinal, grid, kThreads, cluster, sizeof(Shared), AttendKernel,
+                attending);
+}
+
+auto BindSparseAttention() {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Arg<ffi::Buffer<ffi::BF16, 4>>()  // queries [R, T, H, 512]
+      .Arg<ffi::Buffer<ffi::U8, 3>>()    // window [R, W, 584]
+      .Arg<ffi::Buffer<ffi::S32, 2>>()   // positions [R, T]
+      .Arg<ffi::Buffer<ffi::U8, 2>>()    // slab [N, stride]
+      .Arg<ffi::Buffer<ffi::S32, 3>>()   // rows [R, T, K]
+      .Arg<ffi::Buffer<ffi::S32, 2>>()   // lengths [R, T]
+      .Arg<ffi::Buffer<ffi::F32, 1>>()   // sink [H]
+      .Ret<ffi::Buffer<ffi::BF16, 4>>()  // [R, T, H, 512]
+      .Attr<int64_t>("window_width")
+      .Attr<int64_t>("page_entries")
+      .Attr<int64_t>("offset")
+      .Attr<int64_t>("row_step");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(hisparse_sparse_attention_cuda, SparseAttention, BindSparseAttention(),
+                              {ffi::Traits::kCmdBufferCompatible});
+
+}  // namespace hisparse
