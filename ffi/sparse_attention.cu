@@ -10,6 +10,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda_block.h"
 
@@ -22,14 +23,14 @@ constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kHeads = 64, kKeys = 64;  // of a block, of a tile
 constexpr int kChannels = 512, kNope = 448;
 constexpr int kValueBytes = 576, kScaleBytes = 8, kRowBytes = kValueBytes + kScaleBytes;
-constexpr int kWord = 16;                                    // bytes of an access to shared memory
-constexpr int kWordsOfKey = kChannels * 2 / kWord;           // as bf16
-constexpr int kWordsOfThread = kValueBytes / kWord / 4;      // of a row's values: four threads have a row
-constexpr int kNopeWordsOfThread = kNope / kWord / 4;        // of which e4m3
+constexpr int kWord = 16;                                // bytes of an access to shared memory
+constexpr int kWordsOfKey = kChannels * 2 / kWord;       // as bf16
+constexpr int kWordsOfThread = kValueBytes / kWord / 4;  // of a row's values: four threads have a row
+constexpr int kNopeWordsOfThread = kNope / kWord / 4;    // of which e4m3
 constexpr int kTilesOfHeads = kHeads / 16;
 constexpr int kChannelsOfWarp = kChannels / kWarps;
-constexpr int kMostBlocks = 132, kMostCluster = 8;           // multiprocessors of an H200; one block fills one
-constexpr int kMostRows = 65535;                             // of a grid
+constexpr int kMostCluster = 8;
+constexpr int kMostRows = 65535;  // of a grid
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Attending {
@@ -113,11 +114,19 @@ struct Raw {
 };
 
 struct Shared {
-  uint4 queries[kHeads * kWordsOfKey];
+  union {
+    uint4 queries[kHeads * kWordsOfKey];
+    struct {  // at the end: what each block of the cluster found, and its share in the result
+      float tops[kMostCluster][kHeads], totals[kMostCluster][kHeads], shares[kMostCluster][kHeads];
+    } of_cluster;
+  };
   union {
     struct {
       uint4 keys[kKeys * kWordsOfKey];
-      uint4 weights[kHeads * kKeys * 2 / kWord];
+      union {
+        uint4 weights[kHeads * kKeys * 2 / kWord];
+        float4 exchange[kWarps][4][32];  // before there are weights
+      };
       Raw raw[2];
     };
     float2 sums[kHeads][kChannels / 2];  // at the end
@@ -126,8 +135,7 @@ struct Shared {
   float tops[2][kHeads];  // of either half of a tile's keys
   float totals[2][kHeads];
   float factors[kHeads];
-  float top[kHeads], total[kHeads];  // at the end
-  float shares[kMostCluster][kHeads];  // of what the blocks of the cluster have summed
+  float top[kHeads], total[kHeads];  // at the end, for the cluster to read
 };
 
 // Which keys a block's tiles hold.
@@ -138,18 +146,21 @@ struct Tiles {
 
   __device__ Tiles(const Attending& attending, int64_t row, int rank, int cluster)
       : a(attending), request(row / attending.query_rows), query(row), first(rank), step(cluster) {
-    position = a.positions[row];
+    position = __ldg(a.positions + row);
     of_window = (a.window_width + kKeys - 1) / kKeys;
-    length = min(max(a.lengths[row], 0), a.columns);
+    length = min(max(__ldg(a.lengths + row), 0), a.columns);
     const int all = of_window + (length + kKeys - 1) / kKeys;
     num = all > first ? (all - first + step - 1) / step : 0;
   }
 
-  // The row of the slab that this thread brings of a tile; -1 for none, or for a tile of the window.
+  __device__ int ColumnOf(int index) const {
+    return (first + index * step - of_window) * kKeys + static_cast<int>(threadIdx.x) / 4;
+  }
+
+  // What stands where this thread's row of a tile would be named; it waits for no length.
   __device__ int RowOf(int index) const {
-    const int column = (first + index * step - of_window) * kKeys + static_cast<int>(threadIdx.x) / 4;
-    if (index >= num || column < 0 || column >= length) return -1;
-    return __ldg(a.rows + query * a.columns + column);
+    const int column = ColumnOf(index);
+    return column < 0 || column >= a.columns ? -1 : __ldg(a.rows + query * a.columns + column);
   }
 
   // `row` is `RowOf(index)`.
@@ -171,6 +182,7 @@ struct Tiles {
       }
       hisparse::Bring<8>(&raw.scales[thread], from + kValueBytes, is_there);
     } else {
+      if (ColumnOf(index) >= length) row = -1;
       const int block = row < 0 ? 0 : row / a.row_step, slot = row - block * a.row_step;
       is_there = block > 0 && block < a.num_blocks && slot < a.page_entries;
       const uint8_t* page = a.slab + (is_there ? block : 0) * a.stride + a.offset;
@@ -208,21 +220,56 @@ __device__ __forceinline__ void Convert(const Raw& raw, uint4* keys) {
   }
 }
 
-// Scores of 16 heads against 32 keys.
-__device__ __forceinline__ void Score(const Shared& s, int head, int key, float (&scores)[4][4]) {
+// Which of a tile's scores a warp has: of 16 heads and half of the keys. On the way there it has sums over
+// half of the channels for 32 heads, of which it gives a half to `partner`: every word then serves twice as
+// often.
+struct Part {
+  int warp = static_cast<int>(threadIdx.x) / 32, partner = warp ^ 4;
+  int channels = warp / 4 * (kChannels / 2), heads = warp % 2 * 32, head = heads + warp / 4 * 16;
+  int half = warp / 2 % 2, key = half * (kKeys / 2);
+};
+
+// A warp's scores. One barrier inside.
+__device__ __forceinline__ void Score(Shared& s, const Part& part, float (&scores)[4][4]) {
   const int lane = threadIdx.x % 32;
-  const int query_row = head + lane % 16, query_word = lane / 16;
-  const int key_row = key + lane / 16 * 8 + lane % 8, key_word = lane / 8 % 2;
+  const int query_row = part.heads + lane % 16, key_row = part.key + lane / 16 * 8 + lane % 8;
+  const int query_word = part.channels * 2 / kWord + lane / 16,
+            key_word = part.channels * 2 / kWord + lane / 8 % 2;
+  float sums[2][4][4] = {};
 #pragma unroll 4
-  for (int step = 0; step < kChannels / 16; ++step) {
-    uint32_t query[4], keys[4];
-    LoadMatrices(query, &s.queries[PlaceOf<kWordsOfKey>(query_row, 2 * step + query_word)]);
+  for (int step = 0; step < kChannels / 32; ++step) {
+    uint32_t query[2][4], keys[2][4];
 #pragma unroll
-    for (int pair = 0; pair < 2; ++pair) {
-      LoadMatrices(keys, &s.keys[PlaceOf<kWordsOfKey>(key_row + 16 * pair, 2 * step + key_word)]);
-      Multiply(scores[2 * pair], query, keys[0], keys[1]);
-      Multiply(scores[2 * pair + 1], query, keys[2], keys[3]);
+    for (int i = 0; i < 2; ++i) {
+      LoadMatrices(query[i], &s.queries[PlaceOf<kWordsOfKey>(query_row + 16 * i, 2 * step + query_word)]);
+      LoadMatrices(keys[i], &s.keys[PlaceOf<kWordsOfKey>(key_row + 16 * i, 2 * step + key_word)]);
     }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int tile = 0; tile < 4; ++tile) {
+        Multiply(sums[i][tile], query[i], keys[tile / 2][tile % 2 * 2], keys[tile / 2][tile % 2 * 2 + 1]);
+      }
+    }
+  }
+  const bool low = part.warp < 4;  // and has the first 16 heads
+#pragma unroll
+  for (int tile = 0; tile < 4; ++tile) {
+    float4 given;
+    given.x = low ? sums[1][tile][0] : sums[0][tile][0];
+    given.y = low ? sums[1][tile][1] : sums[0][tile][1];
+    given.z = low ? sums[1][tile][2] : sums[0][tile][2];
+    given.w = low ? sums[1][tile][3] : sums[0][tile][3];
+    s.exchange[part.warp][tile][lane] = given;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int tile = 0; tile < 4; ++tile) {
+    const float4 taken = s.exchange[part.partner][tile][lane];
+    scores[tile][0] = (low ? sums[0][tile][0] : sums[1][tile][0]) + taken.x;
+    scores[tile][1] = (low ? sums[0][tile][1] : sums[1][tile][1]) + taken.y;
+    scores[tile][2] = (low ? sums[0][tile][2] : sums[1][tile][2]) + taken.z;
+    scores[tile][3] = (low ? sums[0][tile][3] : sums[1][tile][3]) + taken.w;
   }
 }
 
@@ -284,6 +331,8 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   const int rank = blockIdx.x, cluster = gridDim.x, first_head = blockIdx.z * kHeads;
   const int num_heads = min(kHeads, a.num_heads - first_head);
   const Tiles tiles(a, blockIdx.y, rank, cluster);
+  const int rows[2] = {tiles.RowOf(0), tiles.RowOf(1)};
+  int next_row = tiles.RowOf(2);
   const int64_t first = (tiles.query * a.num_heads + first_head) * kWordsOfKey;
   if (tiles.position < 0) {  // a row that is not computed: all blocks of the cluster leave
     uint4* const out = reinterpret_cast<uint4*>(a.out) + first;
@@ -296,14 +345,13 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
     const bool is_there = head < num_heads;
     Bring<16>(&s.queries[PlaceOf<kWordsOfKey>(head, word)], a.queries + first + (is_there ? i : 0), is_there);
   }
-  tiles.Bring(0, tiles.RowOf(0), s.raw[0], s.is_key[0]);
+  tiles.Bring(0, rows[0], s.raw[0], s.is_key[0]);
   CloseGroup();
-  tiles.Bring(1, tiles.RowOf(1), s.raw[1], s.is_key[1]);
+  tiles.Bring(1, rows[1], s.raw[1], s.is_key[1]);
   CloseGroup();
-  int next_row = tiles.RowOf(2);
 
-  // Of a tile's scores, this warp has 16 heads and half of the keys; each thread two heads.
-  const int head = warp % 4 * 16, half = warp / 4, my_heads[2] = {head + group, head + group + 8};
+  const Part part;
+  const int half = part.half, my_heads[2] = {part.head + group, part.head + group + 8};
   float sinks[2], top[2], total[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -318,13 +366,12 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
     __syncthreads();  // the last tile's keys have been read
     Convert(s.raw[index % 2], s.keys);
     __syncthreads();
+    float scores[4][4], tops[2] = {-INFINITY, -INFINITY};
     tiles.Bring(index + 2, next_row, s.raw[index % 2], s.is_key[(index + 2) % 4]);
     CloseGroup();
     next_row = tiles.RowOf(index + 3);
-
-    float scores[4][4] = {}, tops[2] = {-INFINITY, -INFINITY};
-    Score(s, head, half * (kKeys / 2), scores);
-    const bool* const is_key = s.is_key[index % 4] + half * (kKeys / 2) + 2 * quad;
+    Score(s, part, scores);
+    const bool* const is_key = s.is_key[index % 4] + part.key + 2 * quad;
 #pragma unroll
     for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
@@ -354,7 +401,8 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
     for (int tile = 0; tile < 4; ++tile) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float low = exp2f(scores[tile][2 * i] - base[i]), high = exp2f(scores[tile][2 * i + 1] - base[i]);
+        const float low = exp2f(scores[tile][2 * i] - base[i]),
+                    high = exp2f(scores[tile][2 * i + 1] - base[i]);
         total[i] += low + high;
         uint4& word = s.weights[PlaceOf<kKeys * 2 / kWord>(my_heads[i], half * 4 + tile)];
         reinterpret_cast<uint32_t*>(&word)[quad] = Pair(low, high);
@@ -395,43 +443,79 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   }
   const cg::cluster_group blocks = cg::this_cluster();
   blocks.sync();
-  if (thread < kHeads) {
-    float highest = -INFINITY, all = 0.0f;
-    for (int other = 0; other < cluster; ++other) {
-      highest = fmaxf(highest, *blocks.map_shared_rank(&s.top[thread], other));
-    }
-    for (int other = 0; other < cluster; ++other) {
-      const float share = exp2f(*blocks.map_shared_rank(&s.top[thread], other) - Finite(highest));
-      all += *blocks.map_shared_rank(&s.total[thread], other) * share;
-      s.shares[other][thread] = share;
-    }
-    for (int other = 0; other < cluster; ++other) s.shares[other][thread] /= all;
+  auto& of = s.of_cluster;
+  for (int i = thread; i < cluster * kHeads; i += kThreads) {
+    of.tops[i / kHeads][i % kHeads] = *blocks.map_shared_rank(&s.top[i % kHeads], i / kHeads);
+    of.totals[i / kHeads][i % kHeads] = *blocks.map_shared_rank(&s.total[i % kHeads], i / kHeads);
   }
   __syncthreads();
-  constexpr int kAtOnce = 8;                     // loads from another block on their way
-  const int pairs = kChannels / 2 / cluster;     // of a head, that this block writes
-  for (int begin = thread; begin < num_heads * pairs; begin += kAtOnce * kThreads) {
-    float2 sum[kAtOnce] = {};
+  for (int i = thread; i < cluster * kHeads; i += kThreads) {
+    const int head = i % kHeads;
+    float highest = -INFINITY, all = 0.0f;
+    for (int other = 0; other < cluster; ++other) highest = fmaxf(highest, of.tops[other][head]);
+    for (int other = 0; other < cluster; ++other) {
+      all += of.totals[other][head] * exp2f(of.tops[other][head] - Finite(highest));
+    }
+    of.shares[i / kHeads][head] = exp2f(of.tops[i / kHeads][head] - Finite(highest)) / all;
+  }
+  __syncthreads();
+  constexpr int kAtOnce = 4;                 // loads from another block on their way
+  const int log_pairs = 9 - __ffs(cluster);  // of channels of a head that this block writes
+  const int first_pair = rank << log_pairs, items = num_heads << (log_pairs - 1);
+  for (int begin = thread; begin < items; begin += kAtOnce * kThreads) {
+    float4 sum[kAtOnce] = {};
     for (int other = 0; other < cluster; ++other) {
       const Shared& there = *blocks.map_shared_rank(&s, other);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
-        const int of = min((begin + i * kThreads) / pairs, kHeads - 1);
-        const int pair = rank * pairs + (begin + i * kThreads) % pairs;
-        const float2 part = there.sums[of][PlaceOfSums(of, pair)];
-        sum[i].x = fmaf(part.x, s.shares[other][of], sum[i].x);
-        sum[i].y = fmaf(part.y, s.shares[other][of], sum[i].y);
+        const int at = 2 * (begin + i * kThreads), head = min(at >> log_pairs, kHeads - 1);
+        const int pair = first_pair + (at & ((1 << log_pairs) - 1));
+        const float4 part = *reinterpret_cast<const float4*>(&there.sums[head][PlaceOfSums(head, pair)]);
+        const float share = of.shares[other][head];
+        sum[i].x = fmaf(part.x, share, sum[i].x);
+        sum[i].y = fmaf(part.y, share, sum[i].y);
+        sum[i].z = fmaf(part.z, share, sum[i].z);
+        sum[i].w = fmaf(part.w, share, sum[i].w);
       }
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      const int of = (begin + i * kThreads) / pairs, pair = rank * pairs + (begin + i * kThreads) % pairs;
-      if (of < num_heads) {
-        a.out[(tiles.query * a.num_heads + first_head + of) * (kChannels / 2) + pair] = Pair(sum[i].x, sum[i].y);
+      const int at = 2 * (begin + i * kThreads), head = at >> log_pairs;
+      const int pair = first_pair + (at & ((1 << log_pairs) - 1));
+      if (head < num_heads) {
+        *reinterpret_cast<uint2*>(a.out + (first + head * kWordsOfKey) * 4 + pair) = {
+            Pair(sum[i].x, sum[i].y), Pair(sum[i].z, sum[i].w)};
       }
     }
   }
   blocks.sync();  // no block may leave while another reads its memory
+}
+
+// How many clusters of `cluster` blocks the GPU runs at the same time; a block fills a multiprocessor.
+int64_t ClustersAtOnce(int ordinal, int cluster) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices][kMostCluster + 1];  // 0: not asked yet
+  std::atomic<int>& kept = known[ordinal % kDevices][cluster];
+  if (const int count = kept.load(); count > 0) return count;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(cluster));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = sizeof(Shared);
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  int count = 0;
+  if (cudaFuncSetAttribute(AttendKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)) !=
+          cudaSuccess ||
+      cudaOccupancyMaxActiveClusters(&count, AttendKernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;  // smaller clusters do as well; what is wrong shows when they are launched
+  }
+  kept.store(count);
+  return count;
 }
 
 ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi::BF16, 4> queries,
@@ -459,18 +543,20 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
   if (page_entries <= 0 || row_step < page_entries || row_step > INT32_MAX || offset < 0 || offset % kWord ||
       stride % kWord || (page_entries * kValueBytes) % kScaleBytes ||
       (selected[2] > 0 && offset + page_entries * kRowBytes > stride) || slab.dimensions()[0] > INT32_MAX) {
-    return ffi::Error::InvalidArgument(
-        "sparse_attention: pages of " + std::to_string(page_entries) + " rows at byte " +
-        std::to_string(offset) + " of blocks of " + std::to_string(stride) + ", numbered by " +
-        std::to_string(row_step) + ": bytes must be multiples of 16, and pages stay in their block");
+    return ffi::Error::InvalidArgument("sparse_attention: pages of " + std::to_string(page_entries) +
+                                       " rows at byte " + std::to_string(offset) + " of blocks of " +
+                                       std::to_string(stride) + ", numbered by " + std::to_string(row_step) +
+                                       ": bytes must be multiples of 16, and pages stay in their block");
   }
   const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kHeads - 1) / kHeads;
   if (num_rows == 0 || shape[2] == 0) return ffi::Error::Success();
   const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
-  int cluster = 1;
-  while (cluster < kMostCluster && 2 * cluster <= tiles && 2 * cluster * num_rows * head_blocks <= kMostBlocks) {
-    cluster *= 2;
-  }
+  ffi::Error error = CheckCuda("sparse_attention", "cudaSetDevice", cudaSetDevice(ordinal));
+  if (error.failure()) return error;
+  int cluster =
+      kMostCluster;  // the largest of which all run at the same time, each block with a tile to take
+  while (cluster > 1 && (cluster > tiles || num_rows * head_blocks > ClustersAtOnce(ordinal, cluster)))
+    cluster /= 2;
   const Attending attending = {reinterpret_cast<const uint4*>(queries.untyped_data()),
                                window.typed_data(),
                                positions.typed_data(),

@@ -163,7 +163,11 @@ class EntryCache(struct.PyTreeNode):
         )
 
     def _entries(self, rows: Int32[Array, "R T K"], indices: Int32[Array, "R T K"], layer: int, span: Span, layout: CacheLayout):
-        """The entries `indices` of a C4 layer, all of which stand in `rows` of the slab."""
+        """The entries `indices` of a C4 layer, all of which stand in `rows` of the slab.
+
+        Where rows of followers are fetched early, their leader's are read at once, in both twins alike: the slab changes next.
+        """
         place, lengths = layout.resident_place(layer), jnp.minimum(span.num_entries(C4), indices.shape[2])
-        where = SlabRows(rows, lengths, layout.page_entries, place.offset, layout.row_step)
+        early = layout.cache.prefetch_followers and layout.model.followers_of(layer)
+        where = None if early else SlabRows(rows, lengths, layout.page_entries, place.offset, layout.row_step)
         return Entries(self._read_c4(rows, place, layout), indices >= 0, where)

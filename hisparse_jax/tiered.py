@@ -126,7 +126,7 @@ class TieredEntries(HostEntries):
         if followers:
             # read before the copies, which the rest of this layer need not wait for
             packed, slab = border((entries.packed, cache.slab))
-            entries, cache = entries.replace(packed=packed, place=None), cache.replace(slab=slab)
+            entries, cache = entries.replace(packed=packed), cache.replace(slab=slab)
             for follower in followers:
                 cache = cache._swap_in(follower, plan, span, layout)
         return entries, cache, selection.replace(plan=plan)

@@ -25,6 +25,8 @@ _MOVES = {
     "parameter", "reshape", "reverse", "scatter", "select", "slice", "transpose", "tuple", "while",
 }  # fmt: skip
 """Instructions that do not round. A fusion counts by what it contains."""
+_BY_ITSELF = {"maximum", "minimum", "multiply", "abs", "negate"}
+"""Instructions on floats that give the same number in any company: nothing is summed that a product could be contracted with."""
 
 
 def float_kernels(hlo: str) -> collections.Counter[str]:
@@ -42,7 +44,8 @@ def float_kernels(hlo: str) -> collections.Counter[str]:
         for line in bodies[name]:
             called = re.search(r"\bcalls=%([\w.\-]+)", line)
             if called and _computes(bodies[called[1]]):
-                kernels[f"{_canonical(bodies[called[1]], bodies)}\n{''.join(_TILES.findall(line))}"] += 1
+                tiles = "".join(_TILES.findall(line))
+                kernels.update(f"{_canonical(part, bodies)}\n{tiles}" for part in _parts(bodies[called[1]]))
             elif not called and _computes([line]):
                 kernels[_canonical([line], bodies)] += 1
     return kernels
@@ -61,14 +64,40 @@ def _computations(hlo: str) -> dict[str, list[str]]:
 
 def _computes(lines: list[str]) -> bool:
     """Whether an instruction that rounds takes or gives floats."""
-    for line in lines:
-        shape, _, rest = line.partition(" = ")[2].partition(" ")
-        while shape.count("(") > shape.count(")"):  # a tuple's shape holds spaces
-            more, _, rest = rest.partition(" ")
-            shape = f"{shape} {more}"
-        if rest.partition("(")[0] not in _MOVES and _FLOATS.search(shape):
-            return True
-    return False
+    return any(_opcode(line) not in _MOVES and _FLOATS.search(_shape(line)) for line in lines)
+
+
+def _shape(line: str) -> str:
+    shape, _, rest = line.partition(" = ")[2].partition(" ")
+    while shape.count("(") > shape.count(")"):  # a tuple's shape holds spaces
+        more, _, rest = rest.partition(" ")
+        shape = f"{shape} {more}"
+    return shape
+
+
+def _opcode(line: str) -> str:
+    return line.partition(" = ")[2][len(_shape(line)) + 1 :].partition("(")[0]
+
+
+def _parts(lines: list[str]) -> list[list[str]]:
+    """A kernel whole; or, where it rounds alike whatever it is fused with, what each of its float results depends on."""
+    rounding = [line for line in lines if _computes([line])]
+    if any(_opcode(line) not in _BY_ITSELF for line in rounding):
+        return [lines]
+    made = {found[1]: line for line in lines if (found := _RESULT.match(line))}
+    uses = {
+        line: [made[name] for name in re.findall(r"%([\w.\-]+)", line[line.index(" = ") :]) if name in made] for line in lines
+    }
+
+    def needed(line: str) -> set[str]:
+        return {line}.union(*(needed(operand) for operand in uses[line]))
+
+    inner = set().union(*(needed(line) - {line} for line in rounding))
+    return [
+        [re.sub(r"parameter\(\d+\)", "parameter(_)", line) for line in lines if line in needed(last)]
+        for last in rounding
+        if last not in inner
+    ]
 
 
 def _canonical(lines: list[str], bodies: dict[str, list[str]]) -> str:
