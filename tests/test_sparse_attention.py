@@ -202,7 +202,7 @@ def test_the_model_hands_its_kernel_the_rows_that_xla_would_read(monkeypatch, dr
     tokens = jnp.asarray(rng.integers(0, 256, span.positions.shape), jnp.int32)
 
     def streams():
-        step = jax.jit(lambda *operands: model(*operands, layout)[0])
+        step = jax.jit(lambda tokens, span, layers, cache: model(tokens, span, layers, cache, layout)[0])
         return np.asarray(step(tokens, span, state.layers, resident._entries(state)))[[0, 2]].astype(np.float64)
 
     want, seen = streams(), []
