@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "cuda_runtime.h"
+#include "cuda_calls.h"
 #include "page_copies.h"
 #include "page_kernel.h"
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "cuda_block.h"
+#include "cuda_tiles.h"
 
 namespace hisparse {
 namespace {
@@ -29,13 +30,6 @@ struct Scoring {
   int num_blocks, num_pages, page_entries, query_rows;
   int tiles;  // of a warp
 };
-
-// Two e4m3 numbers, the low bytes of `bits`, as two f16 numbers.
-__device__ __forceinline__ uint32_t HalvesOf(uint32_t bits) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
-  return halves;
-}
 
 __device__ __forceinline__ void Multiply(float (&sum)[4], const uint32_t (&keys)[4],
                                          const uint32_t (&query)[2]) {
@@ -69,20 +63,11 @@ struct Stage {
       const uint8_t* from = page + entry * channel_bytes + quad * kWord;
 #pragma unroll
       for (int word = 0; word < kWords; ++word) {
-        asm volatile(
-            "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(AddressOf(&words[half][word][lane])),
-            "l"(from + word * 4 * kWord), "r"(is_there ? 16 : 0)
-            : "memory");
+        CopyAsync<kWord>(&words[half][word][lane], from + word * 4 * kWord, is_there);
       }
       const uint8_t* scale = page + s.page_entries * channel_bytes + entry * sizeof(float);
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(AddressOf(&scales[half][lane])),
-                   "l"(scale), "r"(is_there ? 4 : 0)
-                   : "memory");
+      CopyAsync<sizeof(float)>(&scales[half][lane], scale, is_there);
     }
-  }
-
-  static __device__ __forceinline__ uint32_t AddressOf(const void* place) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(place));
   }
 };
 
@@ -122,7 +107,7 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
         ++page;
       }
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    CloseGroup();
   };
 #pragma unroll
   for (int ahead = 0; ahead < kStages - 1; ++ahead) fetch(begin + ahead);
@@ -143,7 +128,7 @@ __global__ void __launch_bounds__(kScoreThreads, 2) ScoreKernel(const Scoring s)
 
 #pragma unroll 1
   for (int tile = begin; tile < end; ++tile) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
+    WaitForGroups<kStages - 2>();
     const Stage<kWords>& stage = mine[(tile - begin) % kStages];
     uint4 keys[2][kWords];
     float scales[2];

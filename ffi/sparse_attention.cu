@@ -13,6 +13,7 @@
 #include <atomic>
 
 #include "cuda_block.h"
+#include "cuda_tiles.h"
 
 namespace hisparse {
 namespace {
@@ -46,26 +47,6 @@ struct Attending {
   int num_blocks, num_heads, query_rows, ring_rows, window_width, columns, page_entries, row_step;
   float scale;  // of scores, for powers of two
 };
-
-__device__ __forceinline__ uint32_t AddressOf(const void* place) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(place));
-}
-
-// Brings `kBytes` to shared memory, or zeros.
-template <int kBytes>
-__device__ __forceinline__ void Bring(void* to, const void* from, bool is_there) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(AddressOf(to)), "l"(from),
-                 "r"(is_there ? 16 : 0)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(AddressOf(to)), "l"(from),
-                 "r"(is_there ? 8 : 0)
-                 : "memory");
-  }
-}
-
-__device__ __forceinline__ void CloseGroup() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // The place of a word in rows of `kWordsOfRow` words: eight rows' words of one column lie in different banks.
 template <int kWordsOfRow>
@@ -101,13 +82,12 @@ __device__ __forceinline__ uint32_t Pair(float low, float high) {
 
 // Two e4m3 numbers, the low bytes of `bits`, times a power of two, as two bf16 numbers.
 __device__ __forceinline__ uint32_t Scaled(uint32_t bits, float scale) {
-  uint32_t halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
+  const uint32_t halves = HalvesOf(bits);
   const float2 numbers = __half22float2(*reinterpret_cast<const __half2*>(&halves));
   return Pair(numbers.x * scale, numbers.y * scale);
 }
 
-// A row's bytes on their way, in places that only the thread that brings them reads.
+// A row's bytes on their way, in places that only the thread that fetches them reads.
 struct Raw {
   uint4 values[kWordsOfThread][kThreads];
   uint2 scales[kThreads];
@@ -164,7 +144,7 @@ struct Tiles {
   }
 
   // `row` is `RowOf(index)`.
-  __device__ void Bring(int index, int row, Raw& raw, bool* is_key) const {
+  __device__ void Fetch(int index, int row, Raw& raw, bool* is_key) const {
     if (index >= num) return;
     const int thread = threadIdx.x, quad = thread % 4, tile = first + index * step;
     bool is_there;
@@ -177,10 +157,10 @@ struct Tiles {
       for (int word = 0; word < kWordsOfThread; ++word) {  // a row begins at a multiple of 8
         const uint8_t* half = from + (word * 4 + quad) * kWord;
         uint2* to = reinterpret_cast<uint2*>(&raw.values[word][thread]);
-        hisparse::Bring<8>(to, half, is_there);
-        hisparse::Bring<8>(to + 1, half + 8, is_there);
+        CopyAsync<8>(to, half, is_there);
+        CopyAsync<8>(to + 1, half + 8, is_there);
       }
-      hisparse::Bring<8>(&raw.scales[thread], from + kValueBytes, is_there);
+      CopyAsync<8>(&raw.scales[thread], from + kValueBytes, is_there);
     } else {
       if (ColumnOf(index) >= length) row = -1;
       const int block = row < 0 ? 0 : row / a.row_step, slot = row - block * a.row_step;
@@ -189,10 +169,10 @@ struct Tiles {
       const uint8_t* from = page + (is_there ? slot : 0) * kValueBytes + quad * kWord;
 #pragma unroll
       for (int word = 0; word < kWordsOfThread; ++word) {
-        hisparse::Bring<16>(&raw.values[word][thread], from + word * 4 * kWord, is_there);
+        CopyAsync<16>(&raw.values[word][thread], from + word * 4 * kWord, is_there);
       }
       const uint8_t* scales = page + a.scales_offset + (is_there ? slot : 0) * kScaleBytes;
-      hisparse::Bring<8>(&raw.scales[thread], scales, is_there);
+      CopyAsync<8>(&raw.scales[thread], scales, is_there);
     }
     if (quad == 0) is_key[thread / 4] = is_there;
   }
@@ -343,11 +323,12 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   for (int i = thread; i < kHeads * kWordsOfKey; i += kThreads) {
     const int head = i / kWordsOfKey, word = i % kWordsOfKey;
     const bool is_there = head < num_heads;
-    Bring<16>(&s.queries[PlaceOf<kWordsOfKey>(head, word)], a.queries + first + (is_there ? i : 0), is_there);
+    CopyAsync<16>(&s.queries[PlaceOf<kWordsOfKey>(head, word)], a.queries + first + (is_there ? i : 0),
+                  is_there);
   }
-  tiles.Bring(0, rows[0], s.raw[0], s.is_key[0]);
+  tiles.Fetch(0, rows[0], s.raw[0], s.is_key[0]);
   CloseGroup();
-  tiles.Bring(1, rows[1], s.raw[1], s.is_key[1]);
+  tiles.Fetch(1, rows[1], s.raw[1], s.is_key[1]);
   CloseGroup();
 
   const Part part;
@@ -362,12 +343,12 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
 
 #pragma unroll 1
   for (int index = 0; index < tiles.num; ++index) {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    WaitForGroups<1>();
     __syncthreads();  // the last tile's keys have been read
     Convert(s.raw[index % 2], s.keys);
     __syncthreads();
     float scores[4][4], tops[2] = {-INFINITY, -INFINITY};
-    tiles.Bring(index + 2, next_row, s.raw[index % 2], s.is_key[(index + 2) % 4]);
+    tiles.Fetch(index + 2, next_row, s.raw[index % 2], s.is_key[(index + 2) % 4]);
     CloseGroup();
     next_row = tiles.RowOf(index + 3);
     Score(s, part, scores);
@@ -420,7 +401,7 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
       if (half == 0) s.top[my_heads[i]] = top[i];
     }
   }
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  WaitForGroups<0>();
   __syncthreads();  // nothing is on its way or read where the sums go
   if (half == 0 && quad == 0) {
 #pragma unroll

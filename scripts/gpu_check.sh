@@ -133,7 +133,7 @@ if [[ ${SANITIZE:-0} == 1 ]]; then
   export XLA_PYTHON_CLIENT_PREALLOCATE=false
   sanitize() {  # TOOL FILE
     timeout --kill-after=20 "${SANITIZE_SECONDS:-300}" compute-sanitizer --tool "$1" --error-exitcode 9 --target-processes all \
-      "$PYTHON" -m pytest -m gpu -v -k "${SANITIZE_TESTS:-(small and cuda and fp8) or (small_steps and cuda) or small_rows or (equals_resolve and small and fp8) or (ragged and small)}" \
+      "$PYTHON" -m pytest -m gpu -v -k "${SANITIZE_TESTS:-(small and cuda and fp8) or (small_steps and cuda) or small_rows or (equals_resolve and small and fp8) or (equals_numpy and small)}" \
       "${pytest_options[@]}" $(has xdist && echo "-n=0") "tests/test_$2_gpu.py" >"$OUT/$1-$2.log" 2>&1
     echo "exit $?" >>"$OUT/$1-$2.log"
   }

@@ -91,3 +91,32 @@ tiles = set(re.findall(r'"sizes":\["\d+"\]', product))
 assert tiles, "the product names no tile along what it sums"
 for tile in tiles:
     assert float_kernels(product) != float_kernels(product.replace(tile, '"sizes":["7"]')), tile
+
+
+def scaled(values, weights, lengths):
+    """A product of its own, which rounds alike in any company."""
+    return jnp.maximum(values[:, 0], weights) * 0.3
+
+
+def beside_integers(values, weights, lengths):
+    return jnp.stack((jax.lax.bitcast_convert_type(scaled(values, weights, lengths), jnp.int32), lengths * 3 + 1))
+
+
+def added(values, weights, lengths):
+    """A product that is added to may be contracted."""
+    return scaled(values, weights, lengths) + weights
+
+
+def added_from_memory(values, weights, lengths):
+    return jax.lax.optimization_barrier(scaled(values, weights, lengths)) + weights
+
+
+programs = [
+    compile_for_h200(program, VALUES, spec((64,), jnp.float32), LENGTHS).hlo
+    for program in (scaled, beside_integers, added, added_from_memory)
+]
+alone, beside, contracted, apart = map(float_kernels, programs)
+assert programs[1].count(" fusion(") == 1, "product and integers are no longer one kernel"
+assert alone and alone == beside, (alone, beside)
+assert contracted and contracted != apart, (contracted, apart)
+assert alone.items() <= apart.items(), (alone, apart)

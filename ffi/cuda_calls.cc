@@ -1,4 +1,4 @@
-#include "cuda_runtime.h"
+#include "cuda_calls.h"
 
 #include <dlfcn.h>
 

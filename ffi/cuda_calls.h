@@ -3,8 +3,8 @@
 // So a plain C++ compiler builds the library, and it loads where there is no CUDA at all. Every CUDA runtime
 // in a process shares a device's primary context, the one XLA uses: its streams and pointers work here.
 // Source: cuda_runtime_api.h and driver_types.h of CUDA 12 and 13.
-#ifndef HISPARSE_FFI_CUDA_RUNTIME_H_
-#define HISPARSE_FFI_CUDA_RUNTIME_H_
+#ifndef HISPARSE_FFI_CUDA_CALLS_H_
+#define HISPARSE_FFI_CUDA_CALLS_H_
 
 #include <cstddef>
 #include <string>
@@ -53,4 +53,4 @@ const Runtime* LoadRuntime(std::string* why);
 
 }  // namespace hisparse::cuda
 
-#endif  // HISPARSE_FFI_CUDA_RUNTIME_H_
+#endif  // HISPARSE_FFI_CUDA_CALLS_H_
