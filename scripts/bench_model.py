@@ -26,19 +26,22 @@ def index_cases(s: Sizes) -> Iterator[Case]:
     for batch, pages in shapes:
         columns = pages * ENTRIES
 
+        @jax.jit
         def fixed(batch=batch, pages=pages):
             num_blocks = 1 + batch * pages
             keys = jax.random.normal(jax.random.key(0), (num_blocks, ENTRIES, INDEX.channels), jnp.bfloat16)
-            pages_of = jax.jit(lambda keys: INDEX.join_page(INDEX.pack(keys)))(keys)
+            pages_of = INDEX.join_page(INDEX.pack(keys))
             slab = jnp.pad(pages_of, ((0, 0), (0, stride - pages_of.shape[1])))
             return slab, 1 + jax.random.permutation(jax.random.key(2), batch * pages).astype(jnp.int32).reshape(batch, pages)
 
+        @functools.partial(jax.jit, static_argnums=1)
         def draw(key, launches, batch=batch):
             def one(key):
                 queries = jax.random.normal(key, (batch, 1, 64, 128), jnp.bfloat16).astype(jnp.float8_e4m3fn)
-                return queries.astype(jnp.bfloat16), jax.random.normal(jax.random.fold_in(key, 1), (batch, 1, 64))
+                queries = jax.lax.optimization_barrier(queries).astype(jnp.bfloat16)  # or XLA keeps what the rounding takes
+                return queries, jax.random.normal(jax.random.fold_in(key, 1), (batch, 1, 64))
 
-            return tuple(one(jax.random.fold_in(key, i)) for i in range(launches))
+            return tuple(zip(*jax.lax.map(one, jax.random.split(key, launches))))
 
         def step(fixed, state, inputs, variant, batch=batch, columns=columns):
             lengths = jnp.full(batch, columns, jnp.int32)
@@ -67,6 +70,7 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
     step, stride, apart = 65 * ENTRIES, 65 * 576, num_pages * ENTRIES // top_k
     for batch, first, then, peer in shapes if on_gpu() else ((2, "", "", ""),):
 
+        @jax.jit
         def fixed(batch=batch):
             def pages_of(key):
                 rows = FP8.pack(jax.random.normal(key, (num_pages, ENTRIES, 512), jnp.bfloat16))
@@ -77,6 +81,7 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             window = FP8.pack(jax.random.normal(jax.random.key(1), (batch, width, 512), jnp.bfloat16))
             return slab, window, jnp.zeros(heads)
 
+        @functools.partial(jax.jit, static_argnums=1)
         def draw(key, launches, batch=batch):
             def one(key):
                 gaps = jax.random.randint(jax.random.fold_in(key, 1), (batch, 1, top_k), 1, apart)

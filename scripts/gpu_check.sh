@@ -114,7 +114,7 @@ if lacks tyro && { wanted bench || wanted generate || wanted decode; }; then
 else
   if wanted bench; then
     # shellcheck disable=SC2086
-    stage bench 200 bash -c '"$0" scripts/bench_kernels.py --budget 140 "${@:2}" >"$1/bench.json"' "$PYTHON" "$OUT" ${BENCH:-}
+    stage bench 200 bash -c '"$0" scripts/bench_kernels.py --quick --budget 140 "${@:2}" >"$1/bench.json"' "$PYTHON" "$OUT" ${BENCH:-}
     grep -E '│|┃' "$OUT/bench.log" | sed 's/  */ /g'
   fi
   if wanted generate; then
