@@ -20,6 +20,7 @@ namespace {
 
 namespace cg = cooperative_groups;
 
+constexpr const char* kName = "sparse_attention";
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kHeads = 64, kKeys = 64;  // of a block, of a tile
 constexpr int kChannels = 512, kNope = 448;
@@ -166,12 +167,12 @@ struct Tiles {
       const int block = row < 0 ? 0 : row / a.row_step, slot = row - block * a.row_step;
       is_there = block > 0 && block < a.num_blocks && slot < a.page_entries;
       const uint8_t* page = a.slab + (is_there ? block : 0) * a.stride + a.offset;
-      const uint8_t* from = page + (is_there ? slot : 0) * kValueBytes + quad * kWord;
+      const uint8_t* from = page + int64_t{is_there ? slot : 0} * kValueBytes + quad * kWord;
 #pragma unroll
       for (int word = 0; word < kWordsOfThread; ++word) {
         CopyAsync<16>(&raw.values[word][thread], from + word * 4 * kWord, is_there);
       }
-      const uint8_t* scales = page + a.scales_offset + (is_there ? slot : 0) * kScaleBytes;
+      const uint8_t* scales = page + a.scales_offset + int64_t{is_there ? slot : 0} * kScaleBytes;
       CopyAsync<8>(&raw.scales[thread], scales, is_there);
     }
     if (quad == 0) is_key[thread / 4] = is_there;
@@ -473,11 +474,12 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
 }
 
 // How many clusters of `cluster` blocks the GPU runs at the same time; a block fills a multiprocessor.
-int64_t ClustersAtOnce(int ordinal, int cluster) {
+ffi::Error ClustersAtOnce(int ordinal, int cluster, int* count) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices][kMostCluster + 1];  // 0: not asked yet
+  static std::atomic<int> known[kDevices][kMostCluster + 1];  // one more than the answer; 0: not asked yet
   std::atomic<int>& kept = known[ordinal % kDevices][cluster];
-  if (const int count = kept.load(); count > 0) return count;
+  *count = kept.load() - 1;
+  if (*count >= 0) return ffi::Error::Success();
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
@@ -488,15 +490,25 @@ int64_t ClustersAtOnce(int ordinal, int cluster) {
   config.dynamicSmemBytes = sizeof(Shared);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  int count = 0;
-  if (cudaFuncSetAttribute(AttendKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)) !=
-          cudaSuccess ||
-      cudaOccupancyMaxActiveClusters(&count, AttendKernel, &config) != cudaSuccess) {
-    cudaGetLastError();
-    return 0;  // smaller clusters do as well; what is wrong shows when they are launched
+  ffi::Error error = CheckCuda(
+      kName, "cudaFuncSetAttribute",
+      cudaFuncSetAttribute(AttendKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+  if (error.failure()) return error;
+  error = CheckCuda(kName, "cudaOccupancyMaxActiveClusters",
+                    cudaOccupancyMaxActiveClusters(count, AttendKernel, &config));
+  if (error.success()) kept.store(*count + 1);
+  return error;
+}
+
+// Blocks that share a query: as many as all run at the same time, each with a tile to take. Another number
+// would sum in another order.
+ffi::Error ChooseCluster(int ordinal, int64_t queries, int64_t tiles, int* cluster) {
+  for (*cluster = kMostCluster; *cluster > 1; *cluster /= 2) {
+    int at_once = 0;
+    ffi::Error error = ClustersAtOnce(ordinal, *cluster, &at_once);
+    if (error.failure() || (*cluster <= tiles && queries <= at_once)) return error;
   }
-  kept.store(count);
-  return count;
+  return ffi::Error::Success();
 }
 
 ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi::BF16, 4> queries,
@@ -512,7 +524,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
       selected[1] != shape[1] || at[0] != shape[0] || at[1] != shape[1] || of_lengths[0] != shape[0] ||
       of_lengths[1] != shape[1] || static_cast<int64_t>(sink.element_count()) != shape[2] ||
       !std::equal(result.begin(), result.end(), shape.begin()) || shape[0] * shape[1] > kMostRows ||
-      selected[2] > INT32_MAX - kKeys || shape[2] > kMostRows * kHeads) {
+      selected[2] > INT32_MAX / 2 || shape[2] > kMostRows * kHeads) {
     return ffi::Error::InvalidArgument(
         "sparse_attention: queries and output are [R, T, H, 512], window [R, W, 584], positions and lengths "
         "[R, T], rows [R, T, K], sink [H]");
@@ -522,8 +534,8 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                        " tokens does not stand in " + std::to_string(ring[1]) + " rows");
   }
   if (page_entries <= 0 || row_step < page_entries || row_step > INT32_MAX || offset < 0 || offset % kWord ||
-      stride % kWord || (page_entries * kValueBytes) % kScaleBytes ||
-      (selected[2] > 0 && offset + page_entries * kRowBytes > stride) || slab.dimensions()[0] > INT32_MAX) {
+      stride % kWord || (selected[2] > 0 && offset + page_entries * kRowBytes > stride) ||
+      slab.dimensions()[0] > INT32_MAX) {
     return ffi::Error::InvalidArgument("sparse_attention: pages of " + std::to_string(page_entries) +
                                        " rows at byte " + std::to_string(offset) + " of blocks of " +
                                        std::to_string(stride) + ", numbered by " + std::to_string(row_step) +
@@ -532,12 +544,11 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
   const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kHeads - 1) / kHeads;
   if (num_rows == 0 || shape[2] == 0) return ffi::Error::Success();
   const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
-  ffi::Error error = CheckCuda("sparse_attention", "cudaSetDevice", cudaSetDevice(ordinal));
+  ffi::Error error = CheckCuda(kName, "cudaSetDevice", cudaSetDevice(ordinal));
   if (error.failure()) return error;
-  int cluster =
-      kMostCluster;  // the largest of which all run at the same time, each block with a tile to take
-  while (cluster > 1 && (cluster > tiles || num_rows * head_blocks > ClustersAtOnce(ordinal, cluster)))
-    cluster /= 2;
+  int cluster = 1;
+  error = ChooseCluster(ordinal, num_rows * head_blocks, tiles, &cluster);
+  if (error.failure()) return error;
   const Attending attending = {reinterpret_cast<const uint4*>(queries.untyped_data()),
                                window.typed_data(),
                                positions.typed_data(),
@@ -560,8 +571,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                kLog2E / sqrtf(static_cast<float>(kChannels))};
   const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(num_rows),
                   static_cast<unsigned>(head_blocks));
-  return Launch("sparse_attention", stream, ordinal, grid, kThreads, cluster, sizeof(Shared), AttendKernel,
-                attending);
+  return Launch(kName, stream, ordinal, grid, kThreads, cluster, sizeof(Shared), AttendKernel, attending);
 }
 
 auto BindSparseAttention() {

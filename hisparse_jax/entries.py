@@ -75,7 +75,7 @@ class Entries(struct.PyTreeNode):
 
     packed: u8[R, T, N, row_bytes] or [R, N, row_bytes]   rows of one token, or of all of a request's; zero bytes where none is.
     seen: bool[R, T, N]                                   which of them a token attends to.
-    place: SlabRows | None                                where they stand on the slab; None: not all of them do.
+    place: SlabRows | None                                where attention may read them on the slab; None: nowhere.
     """
 
     packed: UInt8[Array, "R *T N row_bytes"]
@@ -162,7 +162,9 @@ class EntryCache(struct.PyTreeNode):
             row_step=layout.row_step,
         )
 
-    def _entries(self, rows: Int32[Array, "R T K"], indices: Int32[Array, "R T K"], layer: int, span: Span, layout: CacheLayout):
+    def _selected(
+        self, rows: Int32[Array, "R T K"], indices: Int32[Array, "R T K"], layer: int, span: Span, layout: CacheLayout
+    ) -> Entries:
         """The entries `indices` of a C4 layer, all of which stand in `rows` of the slab.
 
         Where rows of followers are fetched early, their leader's are read at once, in both twins alike: the slab changes next.

@@ -55,7 +55,7 @@ class ResidentEntries(EntryCache):
     def fetch_c4(self, layer, selection: Selection, span: Span, layout: CacheLayout):
         place, picked = layout.resident_place(layer), selection.indices
         rows = rows_of(picked, self.resident[place.group], span, layout.page_entries, layout.row_step, picked >= 0)
-        return self._entries(rows, picked, layer, span, layout), self, selection
+        return self._selected(rows, picked, layer, span, layout), self, selection
 
 
 class ResidentState(struct.PyTreeNode):

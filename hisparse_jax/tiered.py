@@ -122,7 +122,7 @@ class TieredEntries(HostEntries):
             cache = cache._swap_in(layer, plan, span, layout)
         if self.counts is not None:
             cache = cache.replace(counts=self.counts.at[index].set(span.add(self.counts[index], plan.counts)))
-        entries = cache._entries(plan.rows, selection.indices, layer, span, layout)
+        entries = cache._selected(plan.rows, selection.indices, layer, span, layout)
         if followers:
             # read before the copies, which the rest of this layer need not wait for
             packed, slab = border((entries.packed, cache.slab))

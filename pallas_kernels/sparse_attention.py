@@ -51,24 +51,34 @@ def sparse_attention(
     positions  of each query: it sees `window_width <= W` positions up to its own, from 0 on. Below 0: padding, which gives zeros.
     rows       of the slab, `block * row_step + slot`: row `slot` of the page at byte `offset` of `block`. -1, the null block and
                what lies beyond the slab or the page are no keys.
-    lengths    columns of `rows` from there on are not read.
-    sink       one more score of each head, of no value.
+    lengths    columns of `rows` from there on are no keys, whatever they hold.
+    sink       one more score of each head, of no value: a query without any key gives zeros.
 
     Sums are float32. Probabilities are rounded to bf16 before the value product, by CUDA relative to the largest score so far.
+    Raises `ValueError` where rows are none of fp8, the window is wider than its ring, or a page leaves its block.
     Source: DeepSeek V4's published inference code; rows and pages as FlashMLA has them.
     """
+    ring, row_bytes, channels, stride = *window.shape[1:], q.shape[3], slab.shape[1]
+    if (channels, row_bytes) != (CHANNELS, ROW_BYTES):
+        raise ValueError(f"rows are {CHANNELS} channels in {ROW_BYTES} bytes; here are {channels} channels, {row_bytes} bytes.")
+    if not 0 <= window_width <= ring:
+        raise ValueError(f"{window_width=} positions do not stand in a ring of {ring}; make the ring as wide.")
+    if not 0 < page_entries <= row_step or (rows.shape[2] and not 0 <= offset <= stride - page_entries * ROW_BYTES):
+        raise ValueError(
+            f"a page of {page_entries=} rows of {ROW_BYTES} bytes at byte {offset} leaves its block of {stride} bytes, or its "
+            f"rows share numbers: {row_step=}. Give the place that the layout has."
+        )
     place = dict(window_width=window_width, page_entries=page_entries, offset=offset, row_step=row_step)
 
     def xla(*operands):
         return ref.sparse_attention(*operands, **place)
 
     def cuda(q, window, positions, slab, rows, lengths, sink):
-        num_rows, channels = q.shape[0] * q.shape[1], q.shape[3]
-        if not fits(num_rows, channels, window.shape[2], stride=slab.shape[1], offset=offset):
+        num_rows = q.shape[0] * q.shape[1]
+        if not fits(num_rows, channels, row_bytes, stride=stride, offset=offset):
             raise ValueError(
-                f"implementation='cuda' takes rows of {ROW_BYTES} bytes with {CHANNELS} channels, strides and offsets that are "
-                f"multiples of {ALIGN}, and {MAX_ROWS} query rows; here are {window.shape[2]} bytes, {channels} channels, stride "
-                f"{slab.shape[1]}, {offset=}, {num_rows} query rows. Choose 'xla'."
+                f"implementation='cuda' takes strides and offsets that are multiples of {ALIGN}, and {MAX_ROWS} query rows; here "
+                f"are {stride=}, {offset=}, {num_rows} query rows. Choose 'xla'."
             )
         call = jax.ffi.ffi_call(cuda_kernels.require("sparse_attention"), jax.ShapeDtypeStruct(q.shape, q.dtype))
         numbers = {name: np.int64(number) for name, number in place.items()}

@@ -18,6 +18,7 @@ _COMMUTING = re.compile(r" (add|multiply|maximum|minimum|and|or|tuple)\(")
 """The results of a kernel with several may stand in any order."""
 _BYTES = re.compile(r"\bu8\[\d+,\d+\]")
 """A slab, whose number of blocks changes nothing in a kernel of ours."""
+_PARAMETER = re.compile(r"\bparameter\((\d+)\)")
 _REMARKS = re.compile(r", (metadata|backend_config|frontend_attributes|control-predecessors)=\{.*")
 _MOVES = {
     "bitcast", "broadcast", "call", "compare", "concatenate", "conditional", "constant", "copy", "dynamic-slice",
@@ -89,15 +90,17 @@ def _parts(lines: list[str]) -> list[list[str]]:
         line: [made[name] for name in re.findall(r"%([\w.\-]+)", line[line.index(" = ") :]) if name in made] for line in lines
     }
 
-    def needed(line: str) -> set[str]:
-        return {line}.union(*(needed(operand) for operand in uses[line]))
+    needed: dict[str, set[str]] = {}
+    for line in lines:  # operands stand before their users
+        needed[line] = {line}.union(*(needed[operand] for operand in uses[line]))
+    inner = set().union(*(needed[line] - {line} for line in rounding))
+    return [_renumbered([line for line in lines if line in needed[last]]) for last in rounding if last not in inner]
 
-    inner = set().union(*(needed(line) - {line} for line in rounding))
-    return [
-        [re.sub(r"parameter\(\d+\)", "parameter(_)", line) for line in lines if line in needed(last)]
-        for last in rounding
-        if last not in inner
-    ]
+
+def _renumbered(lines: list[str]) -> list[str]:
+    """Parameters numbered by their order in the kernel, with no gaps."""
+    held = sorted({int(number) for line in lines for number in _PARAMETER.findall(line)})
+    return [_PARAMETER.sub(lambda found: f"parameter({held.index(int(found[1]))})", line) for line in lines]
 
 
 def _canonical(lines: list[str], bodies: dict[str, list[str]]) -> str:

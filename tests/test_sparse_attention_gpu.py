@@ -7,7 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gpu import need
-from test_sparse_attention import Shape, assert_close, check_a_nan_key, check_large_scores, paged_inputs
+from test_sparse_attention import (
+    Shape,
+    assert_close,
+    check_a_nan_key,
+    check_every_key,
+    check_large_scores,
+    check_no_key_at_all,
+    paged_inputs,
+)
 
 from pallas_kernels.sparse_attention import sparse_attention
 
@@ -67,6 +75,19 @@ def test_a_sink_of_minus_infinity_weighs_nothing(attend):
     operands = *inputs.operands[:-1], np.full(5, -np.inf, np.float32)
     inputs.operands = operands
     assert_close(attend(*operands, **Shape().place), inputs.expected())
+
+
+@pytest.mark.parametrize(
+    ("heads", "width", "columns"),
+    [(64, 128, 512), (2, 70, 130), (4, 12, 40), (128, 128, 512)],
+    ids=["clusters-of-8", "clusters-of-1-or-2", "clusters-of-2", "two-head-blocks"],
+)
+def test_every_key_is_found(attend, heads, width, columns):
+    check_every_key(attend, heads=heads, width=width, columns=columns, entries=64, step=320)
+
+
+def test_a_query_without_any_key_gives_zeros(attend):
+    check_no_key_at_all(attend)
 
 
 @pytest.mark.parametrize("gib", [3, 5])

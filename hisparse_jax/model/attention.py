@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, UInt8
 
+from hisparse_jax import ffi  # noqa: F401 - either twin finds the CUDA kernels of its library, whatever else is imported
 from hisparse_jax.entries import Entries, SlabRows
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.numerics import border, contract, numbers_of
@@ -56,8 +57,9 @@ def attend(
 ) -> Float[Array, "R T H c"]:
     """Attention of a span's tokens over window, entries and sink; `q`'s dtype out. Padding gives anything finite.
 
-    In decode one CUDA kernel reads all rows where they stand, where the library has it and the rows are fp8. `apart` is the
-    cache's copy of `span`.
+    In decode one CUDA kernel reads all rows where they stand, where the library has it, the rows are fp8 and the ring keeps every
+    token's window. An entry that stands nowhere, which is counted as an error, is no key there and a zero key by XLA. `apart` is
+    the cache's copy of `span`.
     """
 
     def by_xla(q, sink):
@@ -69,6 +71,7 @@ def attend(
 
     place = SlabRows.none(apart) if entries is None else entries.place
     decoding = span.slots is None and layout.entry.name == "fp8" and q.dtype == jnp.bfloat16
+    decoding &= window.ring.shape[1] >= window.width + q.shape[1] - 1
     shape = q.shape[0] * q.shape[1], q.shape[3], layout.entry.row_bytes
     if not decoding or place is None or not fits(*shape, stride=layout.stride, offset=place.offset):
         return by_xla(q, sink)

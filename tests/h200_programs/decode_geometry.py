@@ -69,7 +69,10 @@ def prefill_call(module, layout: CacheLayout) -> tuple[Callable, tuple]:
     return call, (spec((layout.cache.chunk_tokens,), jnp.int32), number, number, *backed_up)
 
 
-def check(call_of: Callable, compress_ratios: tuple[int, ...], leaders: tuple[int, ...] | None = None, **options) -> None:
+def check(
+    call_of: Callable, compress_ratios: tuple[int, ...], leaders: tuple[int, ...] | None = None, attentions: int = 0, **options
+) -> None:
+    """`attentions`: how many layers attend by the CUDA kernel."""
     flash = dataclasses.replace(
         preset("v4-flash"), num_hidden_layers=len(compress_ratios), compress_ratios=compress_ratios, index_leaders=leaders
     )
@@ -90,17 +93,19 @@ def check(call_of: Callable, compress_ratios: tuple[int, ...], leaders: tuple[in
     whole = compiled(resident, resident_specs(resident_layout(layout)), resident_layout(layout))
     ours, theirs = float_kernels(tiered.hlo), float_kernels(whole.hlo)
     assert theirs.total() > 20 * len(compress_ratios), "the kernels were not found"
+    calls = [program.hlo.count('custom_call_target="hisparse_sparse_attention"') for program in (tiered, whole)]
+    assert calls == [attentions] * 2, f"{calls} layers of the twins attend by the kernel, not {attentions}"
     alone = [f"tiered alone:\n{kernel}" for kernel in ours - theirs] + [f"resident alone:\n{kernel}" for kernel in theirs - ours]
     assert not alone, "\n\n".join([f"{len(alone)} of {len(ours | theirs)} kernels that round differ", *alone])[:6_000]
 
 
 CASES = {
-    "decode": lambda: check(decode_call, (0, 4, 128, 4)),
+    "decode": lambda: check(decode_call, (0, 4, 128, 4), attentions=4),
     "pallas": lambda: check(decode_call, (0, 4, 128, 4)),
     "prefill": lambda: check(prefill_call, (0, 4, 128)),
-    "spill": lambda: check(decode_call, (4, 4), backup="spill"),
-    "verify": lambda: check(verify_call, (4, 4), draft_rows=3),
-    "prefetch": lambda: check(decode_call, (4, 4, 4), leaders=(0, 2), prefetch_followers=True),
+    "spill": lambda: check(decode_call, (4, 4), attentions=2, backup="spill"),
+    "verify": lambda: check(verify_call, (4, 4), attentions=2, draft_rows=3),
+    "prefetch": lambda: check(decode_call, (4, 4, 4), leaders=(0, 2), attentions=2, prefetch_followers=True),
 }
 case = sys.argv[1] if len(sys.argv) > 1 else "decode"
 if case != "pallas":
