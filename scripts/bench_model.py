@@ -65,7 +65,7 @@ def index_cases(s: Sizes) -> Iterator[Case]:
 
 def attention_cases(s: Sizes) -> Iterator[Case]:
     """64 heads over a window of 128 and 512 selected fp8 rows, as a C4 layer of V4-Flash decodes."""
-    shapes = (64, "60", "43", "43"), (128, "60", "43", "43"), (16, "", "", ""), (1, "", "", "")
+    shapes = (64, "60", "43", "43"), (128, "60", "43", "43"), (16, "", "", "16"), (1, "", "", "12")
     heads, width, top_k, num_pages = (64, 128, 512, 128) if on_gpu() else (2, 8, 16, 2)
     step, stride, apart = 65 * ENTRIES, 65 * 576, num_pages * ENTRIES // top_k
     for batch, first, then, peer in shapes if on_gpu() else ((2, "", "", ""),):
