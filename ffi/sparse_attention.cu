@@ -1,10 +1,10 @@
 // Attention of decode over fp8 entry rows: one softmax over a request's sliding window, selected rows of the
 // paged cache, and a sink for each head. Keys are values. Reference: pallas_kernels/ref.py.
 //
-// A block has 64 heads of one query in shared memory and takes 64 keys at a time: their bytes are on their
-// way two tiles ahead, are turned into bf16 once, and serve both products (m16n8k16, sums in f32). The blocks
-// of a cluster share the tiles of one query and put their sums together at the end, each for its own
-// channels. Nothing depends on which block is done first.
+// A block has 64 heads (or 32, or 16) of one query in shared memory and takes 64 keys at a time: their bytes
+// are on their way two tiles ahead, are turned into bf16 once, and serve both products (m16n8k16, sums in
+// f32). The blocks of a cluster share the tiles of one query and put their sums together at the end, each for
+// its own channels. Nothing depends on which block is done first.
 #include <cooperative_groups.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -22,17 +22,16 @@ namespace cg = cooperative_groups;
 
 constexpr const char* kName = "sparse_attention";
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kHeads = 64, kKeys = 64;  // of a block, of a tile
+constexpr int kKeys = 64;  // of a tile
 constexpr int kChannels = 512, kNope = 448;
 constexpr int kValueBytes = 576, kScaleBytes = 8, kRowBytes = kValueBytes + kScaleBytes;
 constexpr int kWord = 16;                                // bytes of an access to shared memory
 constexpr int kWordsOfKey = kChannels * 2 / kWord;       // as bf16
 constexpr int kWordsOfThread = kValueBytes / kWord / 4;  // of a row's values: four threads have a row
 constexpr int kNopeWordsOfThread = kNope / kWord / 4;    // of which e4m3
-constexpr int kTilesOfHeads = kHeads / 16;
 constexpr int kChannelsOfWarp = kChannels / kWarps;
-constexpr int kMostCluster = 8;
-constexpr int kMostRows = 65535;  // of a grid
+constexpr int kMostCluster = 8, kMostHeads = 64;  // of a block
+constexpr int kMostRows = 65535;                  // of a grid
 constexpr float kLog2E = 1.4426950408889634f;
 
 struct Attending {
@@ -94,6 +93,24 @@ struct Raw {
   uint2 scales[kThreads];
 };
 
+// Which of a tile's scores a warp has: of 16 heads and 8 * kTiles keys. On the way there it has sums over
+// half of the channels for twice as many, of which it gives a half to `partner`, so that what it loads serves
+// twice as often: two tiles of heads where a block has them, else two of keys.
+template <int kHeads>
+struct Part {
+  static constexpr bool kTwoOfHeads = kHeads > 16;
+  static constexpr int kHeadGroups = kHeads / 32 > 1 ? 2 : 1, kKeyGroups = 4 / kHeadGroups;
+  static constexpr int kTiles = kTwoOfHeads ? kKeys / kKeyGroups / 8 : 1;
+  static constexpr int kParts = kKeys / (8 * kTiles);  // of a tile's keys
+
+  int warp = static_cast<int>(threadIdx.x) / 32, partner = warp ^ 4, half = warp / 4;
+  int channels = half * (kChannels / 2), heads = warp % kHeadGroups * 32;
+  int key_group = warp / kHeadGroups % kKeyGroups, keys = key_group * (kKeys / kKeyGroups);  // on the way
+  int head = kTwoOfHeads ? heads + half * 16 : heads, number = kTwoOfHeads ? key_group : 2 * key_group + half;
+  int key = number * 8 * kTiles;
+};
+
+template <int kHeads>
 struct Shared {
   union {
     uint4 queries[kHeads * kWordsOfKey];
@@ -106,15 +123,14 @@ struct Shared {
       uint4 keys[kKeys * kWordsOfKey];
       union {
         uint4 weights[kHeads * kKeys * 2 / kWord];
-        float4 exchange[kWarps][4][32];  // before there are weights
+        float4 exchange[kWarps][Part<kHeads>::kTiles][32];  // before there are weights
       };
       Raw raw[2];
     };
     float2 sums[kHeads][kChannels / 2];  // at the end
   };
   bool is_key[4][kKeys];  // of the tile computed, the two on their way, and the last
-  float tops[2][kHeads];  // of either half of a tile's keys
-  float totals[2][kHeads];
+  float tops[Part<kHeads>::kParts][kHeads], totals[Part<kHeads>::kParts][kHeads];
   float factors[kHeads];
   float top[kHeads], total[kHeads];  // at the end, for the cluster to read
 };
@@ -201,41 +217,41 @@ __device__ __forceinline__ void Convert(const Raw& raw, uint4* keys) {
   }
 }
 
-// Which of a tile's scores a warp has: of 16 heads and half of the keys. On the way there it has sums over
-// half of the channels for 32 heads, of which it gives a half to `partner`: every word then serves twice as
-// often.
-struct Part {
-  int warp = static_cast<int>(threadIdx.x) / 32, partner = warp ^ 4;
-  int channels = warp / 4 * (kChannels / 2), heads = warp % 2 * 32, head = heads + warp / 4 * 16;
-  int half = warp / 2 % 2, key = half * (kKeys / 2);
-};
-
 // A warp's scores. One barrier inside.
-__device__ __forceinline__ void Score(Shared& s, const Part& part, float (&scores)[4][4]) {
+template <int kHeads, int kTiles>
+__device__ __forceinline__ void Score(Shared<kHeads>& s, const Part<kHeads>& part,
+                                      float (&scores)[kTiles][4]) {
+  constexpr bool kTwoOfHeads = Part<kHeads>::kTwoOfHeads;
+  constexpr int kQueryLoads = kTwoOfHeads ? 2 : 1, kKeyLoads = kTwoOfHeads ? kTiles / 2 : 1;  // 16 rows each
   const int lane = threadIdx.x % 32;
-  const int query_row = part.heads + lane % 16, key_row = part.key + lane / 16 * 8 + lane % 8;
+  const int query_row = part.heads + lane % 16, key_row = part.keys + lane / 16 * 8 + lane % 8;
   const int query_word = part.channels * 2 / kWord + lane / 16,
             key_word = part.channels * 2 / kWord + lane / 8 % 2;
-  float sums[2][4][4] = {};
+  float sums[2][kTiles][4] = {};
 #pragma unroll 4
   for (int step = 0; step < kChannels / 32; ++step) {
-    uint32_t query[2][4], keys[2][4];
+    uint32_t query[kQueryLoads][4], keys[kKeyLoads][4];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kQueryLoads; ++i) {
       LoadMatrices(query[i], &s.queries[PlaceOf<kWordsOfKey>(query_row + 16 * i, 2 * step + query_word)]);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeyLoads; ++i) {
       LoadMatrices(keys[i], &s.keys[PlaceOf<kWordsOfKey>(key_row + 16 * i, 2 * step + key_word)]);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
-      for (int tile = 0; tile < 4; ++tile) {
-        Multiply(sums[i][tile], query[i], keys[tile / 2][tile % 2 * 2], keys[tile / 2][tile % 2 * 2 + 1]);
+      for (int tile = 0; tile < kTiles; ++tile) {
+        const int of_heads = kTwoOfHeads ? i : 0, of_keys = kTwoOfHeads ? tile : i;
+        Multiply(sums[i][tile], query[of_heads], keys[of_keys / 2][of_keys % 2 * 2],
+                 keys[of_keys / 2][of_keys % 2 * 2 + 1]);
       }
     }
   }
-  const bool low = part.warp < 4;  // and has the first 16 heads
+  const bool low = part.half == 0;  // and keeps the first half
 #pragma unroll
-  for (int tile = 0; tile < 4; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
     float4 given;
     given.x = low ? sums[1][tile][0] : sums[0][tile][0];
     given.y = low ? sums[1][tile][1] : sums[0][tile][1];
@@ -245,7 +261,7 @@ __device__ __forceinline__ void Score(Shared& s, const Part& part, float (&score
   }
   __syncthreads();
 #pragma unroll
-  for (int tile = 0; tile < 4; ++tile) {
+  for (int tile = 0; tile < kTiles; ++tile) {
     const float4 taken = s.exchange[part.partner][tile][lane];
     scores[tile][0] = (low ? sums[0][tile][0] : sums[1][tile][0]) + taken.x;
     scores[tile][1] = (low ? sums[0][tile][1] : sums[1][tile][1]) + taken.y;
@@ -255,7 +271,8 @@ __device__ __forceinline__ void Score(Shared& s, const Part& part, float (&score
 }
 
 // Adds a tile's keys, weighed, to the sums of all heads and this warp's channels.
-__device__ __forceinline__ void AddValues(const Shared& s, float (&sums)[kTilesOfHeads][8][4]) {
+template <int kHeads, int kTilesOfHeads>
+__device__ __forceinline__ void AddValues(const Shared<kHeads>& s, float (&sums)[kTilesOfHeads][8][4]) {
   constexpr int kWordsOfWeights = kKeys * 2 / kWord;
   const int lane = threadIdx.x % 32, group = lane / 4, warp = threadIdx.x / 32;
 #pragma unroll
@@ -305,9 +322,11 @@ __device__ __forceinline__ float Finite(float top) { return top == -INFINITY ? 0
 // The place of two channels' sums of a head: what the lanes of a warp write lies in different banks.
 __device__ __forceinline__ int PlaceOfSums(int head, int pair) { return pair ^ ((head & 7) << 2); }
 
+template <int kHeads>
 __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
+  constexpr int kTilesOfHeads = kHeads / 16, kTiles = Part<kHeads>::kTiles, kParts = Part<kHeads>::kParts;
   extern __shared__ __align__(128) unsigned char memory[];
-  Shared& s = *reinterpret_cast<Shared*>(memory);
+  Shared<kHeads>& s = *reinterpret_cast<Shared<kHeads>*>(memory);
   const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, group = lane / 4, quad = lane % 4;
   const int rank = blockIdx.x, cluster = gridDim.x, first_head = blockIdx.z * kHeads;
   const int num_heads = min(kHeads, a.num_heads - first_head);
@@ -332,8 +351,8 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   tiles.Fetch(1, rows[1], s.raw[1], s.is_key[1]);
   CloseGroup();
 
-  const Part part;
-  const int half = part.half, my_heads[2] = {part.head + group, part.head + group + 8};
+  const Part<kHeads> part;
+  const int my_heads[2] = {part.head + group, part.head + group + 8};
   float sinks[2], top[2], total[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -348,14 +367,14 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
     __syncthreads();  // the last tile's keys have been read
     Convert(s.raw[index % 2], s.keys);
     __syncthreads();
-    float scores[4][4], tops[2] = {-INFINITY, -INFINITY};
+    float scores[kTiles][4], tops[2] = {-INFINITY, -INFINITY};
     tiles.Fetch(index + 2, next_row, s.raw[index % 2], s.is_key[(index + 2) % 4]);
     CloseGroup();
     next_row = tiles.RowOf(index + 3);
     Score(s, part, scores);
     const bool* const is_key = s.is_key[index % 4] + part.key + 2 * quad;
 #pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float& score = scores[tile][i];
@@ -366,27 +385,29 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       tops[i] = OfQuad(tops[i], Larger);
-      if (quad == 0) s.tops[half][my_heads[i]] = tops[i];
+      if (quad == 0) s.tops[part.number][my_heads[i]] = tops[i];
     }
     __syncthreads();
     float base[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float higher = fmaxf(top[i], fmaxf(s.tops[0][my_heads[i]], s.tops[1][my_heads[i]]));
+      float higher = top[i];
+#pragma unroll
+      for (int other = 0; other < kParts; ++other) higher = fmaxf(higher, s.tops[other][my_heads[i]]);
       base[i] = Finite(higher);
       const float factor = exp2f(top[i] - base[i]);
       total[i] *= factor;
       top[i] = higher;
-      if (half == 0 && quad == 0) s.factors[my_heads[i]] = factor;
+      if (part.number == 0 && quad == 0) s.factors[my_heads[i]] = factor;
     }
 #pragma unroll
-    for (int tile = 0; tile < 4; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const float low = exp2f(scores[tile][2 * i] - base[i]),
                     high = exp2f(scores[tile][2 * i + 1] - base[i]);
         total[i] += low + high;
-        uint4& word = s.weights[PlaceOf<kKeys * 2 / kWord>(my_heads[i], half * 4 + tile)];
+        uint4& word = s.weights[PlaceOf<kKeys * 2 / kWord>(my_heads[i], part.key / 8 + tile)];
         reinterpret_cast<uint32_t*>(&word)[quad] = Pair(low, high);
       }
     }
@@ -398,17 +419,19 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   for (int i = 0; i < 2; ++i) {
     total[i] = OfQuad(total[i], Sum);
     if (quad == 0) {
-      s.totals[half][my_heads[i]] = total[i];
-      if (half == 0) s.top[my_heads[i]] = top[i];
+      s.totals[part.number][my_heads[i]] = total[i];
+      if (part.number == 0) s.top[my_heads[i]] = top[i];
     }
   }
   WaitForGroups<0>();
   __syncthreads();  // nothing is on its way or read where the sums go
-  if (half == 0 && quad == 0) {
+  if (part.number == 0 && quad == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float of_sink = rank == 0 ? exp2f(sinks[i] - Finite(top[i])) : 0.0f;
-      s.total[my_heads[i]] = s.totals[0][my_heads[i]] + s.totals[1][my_heads[i]] + of_sink;
+      float all = 0.0f;
+#pragma unroll
+      for (int other = 0; other < kParts; ++other) all += s.totals[other][my_heads[i]];
+      s.total[my_heads[i]] = all + (rank == 0 ? exp2f(sinks[i] - Finite(top[i])) : 0.0f);
     }
   }
 #pragma unroll
@@ -447,7 +470,7 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   for (int begin = thread; begin < items; begin += kAtOnce * kThreads) {
     float4 sum[kAtOnce] = {};
     for (int other = 0; other < cluster; ++other) {
-      const Shared& there = *blocks.map_shared_rank(&s, other);
+      const Shared<kHeads>& there = *blocks.map_shared_rank(&s, other);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int at = 2 * (begin + i * kThreads), head = min(at >> log_pairs, kHeads - 1);
@@ -473,11 +496,36 @@ __global__ void __launch_bounds__(kThreads, 1) AttendKernel(const Attending a) {
   blocks.sync();  // no block may leave while another reads its memory
 }
 
+struct Kernel {
+  void (*run)(Attending) = nullptr;
+  int heads = 0;  // of a block
+  size_t shared_bytes = 0;
+};
+
+template <int kHeads>
+Kernel KernelFor() {
+  return {AttendKernel<kHeads>, kHeads, sizeof(Shared<kHeads>)};
+}
+
+Kernel KernelOf(int64_t heads) {
+  switch (heads) {
+    case 16:
+      return KernelFor<16>();
+    case 32:
+      return KernelFor<32>();
+    case 64:
+      return KernelFor<64>();
+    default:
+      return {};
+  }
+}
+
 // How many clusters of `cluster` blocks the GPU runs at the same time; a block fills a multiprocessor.
-ffi::Error ClustersAtOnce(int ordinal, int cluster, int* count) {
+ffi::Error ClustersAtOnce(const Kernel& kernel, int ordinal, int cluster, int* count) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices][kMostCluster + 1];  // one more than the answer; 0: not asked yet
-  std::atomic<int>& kept = known[ordinal % kDevices][cluster];
+  static std::atomic<int> known[kDevices][kMostHeads + 1]
+                               [kMostCluster + 1];  // one more than it is; 0: not asked yet
+  std::atomic<int>& kept = known[ordinal % kDevices][kernel.heads][cluster];
   *count = kept.load() - 1;
   if (*count >= 0) return ffi::Error::Success();
   cudaLaunchAttribute attribute = {};
@@ -487,25 +535,25 @@ ffi::Error ClustersAtOnce(int ordinal, int cluster, int* count) {
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(cluster));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = sizeof(Shared);
+  config.dynamicSmemBytes = kernel.shared_bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
-  ffi::Error error = CheckCuda(
-      kName, "cudaFuncSetAttribute",
-      cudaFuncSetAttribute(AttendKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
+  ffi::Error error = CheckCuda(kName, "cudaFuncSetAttribute",
+                               cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                    static_cast<int>(kernel.shared_bytes)));
   if (error.failure()) return error;
   error = CheckCuda(kName, "cudaOccupancyMaxActiveClusters",
-                    cudaOccupancyMaxActiveClusters(count, AttendKernel, &config));
+                    cudaOccupancyMaxActiveClusters(count, kernel.run, &config));
   if (error.success()) kept.store(*count + 1);
   return error;
 }
 
 // Blocks that share a query: as many as all run at the same time, each with a tile to take. Another number
 // would sum in another order.
-ffi::Error ChooseCluster(int ordinal, int64_t queries, int64_t tiles, int* cluster) {
+ffi::Error ChooseCluster(const Kernel& kernel, int ordinal, int64_t queries, int64_t tiles, int* cluster) {
   for (*cluster = kMostCluster; *cluster > 1; *cluster /= 2) {
     int at_once = 0;
-    ffi::Error error = ClustersAtOnce(ordinal, *cluster, &at_once);
+    ffi::Error error = ClustersAtOnce(kernel, ordinal, *cluster, &at_once);
     if (error.failure() || (*cluster <= tiles && queries <= at_once)) return error;
   }
   return ffi::Error::Success();
@@ -516,7 +564,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                            ffi::Buffer<ffi::U8, 2> slab, ffi::Buffer<ffi::S32, 3> rows,
                            ffi::Buffer<ffi::S32, 2> lengths, ffi::Buffer<ffi::F32, 1> sink,
                            ffi::ResultBuffer<ffi::BF16, 4> out, int64_t window_width, int64_t page_entries,
-                           int64_t offset, int64_t row_step) {
+                           int64_t offset, int64_t row_step, int64_t heads_per_block) {
   const auto shape = queries.dimensions(), ring = window.dimensions(), selected = rows.dimensions();
   const auto at = positions.dimensions(), of_lengths = lengths.dimensions(), result = out->dimensions();
   const int64_t stride = slab.dimensions()[1];
@@ -524,7 +572,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
       selected[1] != shape[1] || at[0] != shape[0] || at[1] != shape[1] || of_lengths[0] != shape[0] ||
       of_lengths[1] != shape[1] || static_cast<int64_t>(sink.element_count()) != shape[2] ||
       !std::equal(result.begin(), result.end(), shape.begin()) || shape[0] * shape[1] > kMostRows ||
-      selected[2] > INT32_MAX / 2 || shape[2] > kMostRows * kHeads) {
+      selected[2] > INT32_MAX / 2 || shape[2] > INT32_MAX / kMostHeads) {
     return ffi::Error::InvalidArgument(
         "sparse_attention: queries and output are [R, T, H, 512], window [R, W, 584], positions and lengths "
         "[R, T], rows [R, T, K], sink [H]");
@@ -541,13 +589,19 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                        std::to_string(stride) + ", numbered by " + std::to_string(row_step) +
                                        ": bytes must be multiples of 16, and pages stay in their block");
   }
-  const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kHeads - 1) / kHeads;
+  const Kernel kernel = KernelOf(heads_per_block);
+  if (kernel.run == nullptr) {
+    return ffi::Error::InvalidArgument("sparse_attention: there is no kernel with " +
+                                       std::to_string(heads_per_block) + " heads in a block");
+  }
+  const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kernel.heads - 1) / kernel.heads;
   if (num_rows == 0 || shape[2] == 0) return ffi::Error::Success();
+  if (head_blocks > kMostRows) return ffi::Error::InvalidArgument("sparse_attention: too many heads");
   const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
   ffi::Error error = CheckCuda(kName, "cudaSetDevice", cudaSetDevice(ordinal));
   if (error.failure()) return error;
   int cluster = 1;
-  error = ChooseCluster(ordinal, num_rows * head_blocks, tiles, &cluster);
+  error = ChooseCluster(kernel, ordinal, num_rows * head_blocks, tiles, &cluster);
   if (error.failure()) return error;
   const Attending attending = {reinterpret_cast<const uint4*>(queries.untyped_data()),
                                window.typed_data(),
@@ -571,7 +625,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                kLog2E / sqrtf(static_cast<float>(kChannels))};
   const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(num_rows),
                   static_cast<unsigned>(head_blocks));
-  return Launch(kName, stream, ordinal, grid, kThreads, cluster, sizeof(Shared), AttendKernel, attending);
+  return Launch(kName, stream, ordinal, grid, kThreads, cluster, kernel.shared_bytes, kernel.run, attending);
 }
 
 auto BindSparseAttention() {
@@ -589,7 +643,8 @@ auto BindSparseAttention() {
       .Attr<int64_t>("window_width")
       .Attr<int64_t>("page_entries")
       .Attr<int64_t>("offset")
-      .Attr<int64_t>("row_step");
+      .Attr<int64_t>("row_step")
+      .Attr<int64_t>("heads_per_block");
 }
 
 }  // namespace

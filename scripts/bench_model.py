@@ -14,9 +14,10 @@ from hisparse_jax.pages import read_rows
 from pallas_kernels import cuda_kernels, index_scores, ref, sinkhorn, sparse_attention
 
 
-def with_cuda(name: str) -> tuple[str, ...]:
-    """Variants of an op that has no Pallas kernel: what runs here."""
-    return ("xla", "cuda") if on_gpu() and name in cuda_kernels.registered() else ("xla",)
+def with_cuda(name: str, *others: str) -> tuple[str, ...]:
+    """Variants of an op that has no Pallas kernel: what runs here. `others` are further kinds of its CUDA kernel."""
+    kinds = ("cuda", *(f"cuda{other}" for other in others))
+    return ("xla", *kinds) if on_gpu() and name in cuda_kernels.registered() else ("xla",)
 
 
 def index_cases(s: Sizes) -> Iterator[Case]:
@@ -92,12 +93,12 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             q, rows = jax.lax.map(one, jax.random.split(key, launches))
             return tuple(zip(q, rows))
 
-        def by_op(fixed, q, rows, implementation, batch=batch):
+        def by_op(fixed, q, rows, implementation, heads_per_block=64, batch=batch):
             slab, window, sink = fixed
             positions, lengths = jnp.full((batch, 1), 32_767, jnp.int32), jnp.full((batch, 1), top_k, jnp.int32)
             operands = q, window, positions, slab, rows, lengths, sink
-            place = dict(window_width=width, page_entries=ENTRIES, offset=0, row_step=step)
-            return sparse_attention.sparse_attention(*operands, **place, implementation=implementation)
+            static = dict(window_width=width, page_entries=ENTRIES, offset=0, row_step=step, heads_per_block=heads_per_block)
+            return sparse_attention.sparse_attention(*operands, **static, implementation=implementation)
 
         def by_model(fixed, q, rows):  # as the model does without the kernel
             slab, window, sink = fixed
@@ -106,7 +107,10 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             return sink_attention(q, keys, tuple(jnp.ones(key.shape[:3], bool) for key in keys), sink)
 
         def launch(fixed, state, inputs, variant, by_op=by_op):
-            return state, by_model(fixed, *inputs) if variant == "xla" else by_op(fixed, *inputs, variant)
+            if variant == "xla":
+                return state, by_model(fixed, *inputs)
+            kind, _, heads = variant.partition("/")
+            return state, by_op(fixed, *inputs, kind, int(heads or 64))
 
         def check(run, fixed=fixed, draw=draw, by_op=by_op):
             (inputs,) = draw(jax.random.key(3), 1)
@@ -115,7 +119,8 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
 
         yield Case(
             "sparse_attention", f"B {batch}, {heads} heads, {width} + {top_k} keys",
-            {v: functools.partial(launch, variant=v) for v in with_cuda("sparse_attention")}, lambda: jnp.zeros(()), draw, check,
+            {v: functools.partial(launch, variant=v) for v in with_cuda("sparse_attention", "/32", "/16")},
+            lambda: jnp.zeros(()), draw, check,
             floor_us=batch * ((width + top_k) * FP8.row_bytes + 4 * heads * 512) / HBM * 1e6, fixed=fixed, most=16,
             first=first, then=then, peer=peer,
         )  # fmt: skip

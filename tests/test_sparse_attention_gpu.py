@@ -17,16 +17,17 @@ from test_sparse_attention import (
     paged_inputs,
 )
 
-from pallas_kernels.sparse_attention import sparse_attention
+from pallas_kernels.sparse_attention import HEADS_PER_BLOCK, sparse_attention
 
 pytestmark = pytest.mark.gpu
 
 FLASH = Shape(requests=4, query_rows=1, heads=64, columns=512, width=128, ring=128, entries=64, pages=40, offset=37_440, step=320)
 
 
-@pytest.fixture
-def attend():
-    return functools.partial(sparse_attention, implementation=need("cuda", "sparse_attention"))
+@pytest.fixture(params=HEADS_PER_BLOCK, ids=lambda heads: f"blocks-of-{heads}")
+def attend(request):
+    implementation = need("cuda", "sparse_attention")
+    return functools.partial(sparse_attention, implementation=implementation, heads_per_block=request.param)
 
 
 @pytest.mark.parametrize(
