@@ -13,6 +13,7 @@ EXTRAS := test,cuda13
 endif
 
 FFI_SOURCES := $(wildcard ffi/*.cc ffi/*.cu ffi/*.h) ffi/CMakeLists.txt
+FORMATTED := $(filter %.cc %.cu %.h,$(FFI_SOURCES)) $(wildcard tests/cuda_on_cpu/*)
 INSTALLED := .venv/.installed-$(if $(GPU),gpu,cpu)
 PYTEST_ARGS ?=
 
@@ -40,13 +41,13 @@ $(INSTALLED): pyproject.toml $(FFI_SOURCES) | .venv
 lint: install
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check . || { echo "not formatted: make format"; exit 1; }
-	@$(BIN)/clang-format --dry-run --Werror $(filter-out %.txt,$(FFI_SOURCES))
+	@$(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 	@$(BIN)/pyright
 
 format: install
 	@$(BIN)/ruff check --quiet --fix .
 	@$(BIN)/ruff format --quiet .
-	@$(BIN)/clang-format -i $(filter-out %.txt,$(FFI_SOURCES))
+	@$(BIN)/clang-format -i $(FORMATTED)
 
 build-file: install
 	@$(BIN)/python scripts/update_build.py

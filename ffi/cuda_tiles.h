@@ -1,9 +1,14 @@
-// What kernels that multiply fp8 rows have in common: bytes on their way to shared memory, and e4m3 numbers.
-// Included by .cu files only.
+// What kernels that multiply fp8 rows have in common, and need assembly for: bytes on their way to shared
+// memory, e4m3 numbers, matrices from shared memory, products. Included by .cu files only.
 #ifndef HISPARSE_FFI_CUDA_TILES_H_
 #define HISPARSE_FFI_CUDA_TILES_H_
 
 #include <cuda_runtime.h>
+// clang-format off: the others need it
+#include <cooperative_groups.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+// clang-format on
 
 #include <cstdint>
 
@@ -42,6 +47,38 @@ __device__ __forceinline__ uint32_t HalvesOf(uint32_t bits) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
   return halves;
+}
+
+// The block's dynamic shared memory.
+__device__ __forceinline__ unsigned char* SharedMemory() {
+  extern __shared__ __align__(128) unsigned char memory[];
+  return memory;
+}
+
+// Four matrices of 8 x 8 numbers of 16 bits: lanes 8 i ... 8 i + 7 name the rows of matrix i, 16 bytes each.
+// Lane l gets of each the numbers 2 (l % 4) and the next of row l / 4.
+__device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const uint4* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(AddressOf(from))
+               : "memory");
+}
+
+// The same of the transposed matrices.
+__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[4], const uint4* from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(AddressOf(from))
+               : "memory");
+}
+
+// sum += a b for 16 x 16 and 16 x 8 numbers of bf16, as m16n8k16 has them in its lanes.
+__device__ __forceinline__ void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 }  // namespace hisparse

@@ -76,7 +76,7 @@ def build_text() -> str:
             "test_support",
             testonly=True,
             srcs=support,
-            data=[*programs, *sources("tests", "*.txtpb", "*.npz", "*.json")],
+            data=[*programs, *sources("tests", "*.txtpb", "*.npz", "*.json", "*.h", "*.cc"), "ffi/attend_kernel.h"],
             deps=f"=LIBRARY_DEPS + TEST_DEPS + {own}",
         ),
     ]

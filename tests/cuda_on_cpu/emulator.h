@@ -1,0 +1,395 @@
+// Enough of CUDA to run a kernel's source on a CPU: threads as coroutines, warps, barriers, clusters, copies
+// that are late. It stands in for CUDA's headers and for ffi/cuda_tiles.h.
+//
+// What it is for: indices, layouts and the order of things. Warps run in a random order and for a random
+// while, memory starts as NaN, and a copy's bytes arrive no sooner than they are waited for, so a missing
+// barrier or wait shows as wrong numbers. What it is not for: speed, rounding of the last bit, and what only
+// the hardware does.
+#ifndef HISPARSE_TESTS_CUDA_ON_CPU_EMULATOR_H_
+#define HISPARSE_TESTS_CUDA_ON_CPU_EMULATOR_H_
+
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+
+struct dim3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+struct uint2 {
+  uint32_t x, y;
+};
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+
+namespace emulator {
+
+[[noreturn]] inline void Fail(const char* why) {
+  std::fprintf(stderr, "emulator: %s\n", why);
+  std::abort();
+}
+
+// What threads meet at. The last one to arrive does `work` and opens it.
+struct Barrier {
+  int members = 0, arrived = 0;
+  long round = 0;
+};
+
+struct Copy {
+  void* to;
+  const void* from;
+  int bytes;
+  bool is_there;
+};
+
+struct Warp;
+struct Block;
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  dim3 index, block_index;
+  Warp* warp = nullptr;
+  Block* block = nullptr;
+  bool is_done = false;
+  const Barrier* waits_at = nullptr;
+  long round = 0;
+  std::vector<std::vector<Copy>> groups;  // closed, the oldest first
+  std::vector<Copy> open;
+  const void* given = nullptr;  // to what its warp does together
+  void* taken = nullptr;
+};
+
+struct Warp {
+  Thread* lanes[32];
+  Barrier barrier;
+};
+
+struct Cluster {
+  std::vector<Block*> blocks;
+  Barrier barrier;
+};
+
+struct Block {
+  std::vector<uint4> memory;
+  Barrier barrier;
+  Cluster* cluster = nullptr;
+
+  char* shared() { return reinterpret_cast<char*>(memory.data()); }
+};
+
+inline Thread* current = nullptr;
+inline dim3 grid;
+inline ucontext_t scheduler;
+inline const std::function<void()>* kernel = nullptr;
+
+inline void Yield() { swapcontext(&current->context, &scheduler); }
+
+inline void Meet(Barrier& barrier, const std::function<void()>& work = [] {}) {
+  if (++barrier.arrived == barrier.members) {
+    work();
+    barrier.arrived = 0;
+    ++barrier.round;
+    return;
+  }
+  current->waits_at = &barrier;
+  current->round = barrier.round;
+  Yield();  // until the round is over
+}
+
+// All lanes give something, and `work` fills what all of them take.
+inline void Together(const void* given, void* taken, void (*work)(Warp&)) {
+  Warp& warp = *current->warp;
+  current->given = given;
+  current->taken = taken;
+  Meet(warp.barrier, [&] { work(warp); });
+}
+
+template <typename T>
+const T& GivenBy(const Warp& warp, int lane) {
+  return *static_cast<const T*>(warp.lanes[lane]->given);
+}
+
+template <typename T>
+T* TakenBy(const Warp& warp, int lane) {
+  return static_cast<T*>(warp.lanes[lane]->taken);
+}
+
+inline void Entry() {
+  (*kernel)();
+  current->is_done = true;
+  Yield();
+  Fail("a thread went on after its end");
+}
+
+// Runs the `cluster` blocks from `first` on, of `threads` each. `seed` is that of the order of warps.
+inline void RunCluster(int cluster_size, dim3 first, int threads, size_t shared_bytes, unsigned seed,
+                       const std::function<void()>& body) {
+  constexpr size_t kStack = 64 * 1024;
+  constexpr int kMostSwitches = 100'000;  // of a warp, without an end
+  kernel = &body;
+  Cluster cluster;
+  std::vector<Block> blocks(cluster_size);
+  std::vector<Warp> warps(cluster_size * threads / 32);
+  std::vector<Thread> all(cluster_size * threads);
+  cluster.barrier.members = static_cast<int>(all.size());
+  for (Block& block : blocks) {
+    block.memory.assign((shared_bytes + 15) / 16, uint4{~0u, ~0u, ~0u, ~0u});
+    block.barrier.members = threads;
+    block.cluster = &cluster;
+    cluster.blocks.push_back(&block);
+  }
+  for (size_t i = 0; i < all.size(); ++i) {
+    Thread& thread = all[i];
+    const unsigned rank = static_cast<unsigned>(i) / threads;
+    thread.index = {static_cast<unsigned>(i) % threads, 0, 0};
+    thread.block_index = {first.x + rank, first.y, first.z};
+    thread.block = &blocks[rank];
+    thread.warp = &warps[i / 32];
+    thread.warp->lanes[i % 32] = &thread;
+    thread.warp->barrier.members = 32;
+    thread.stack = std::make_unique<char[]>(kStack);
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack.get();
+    thread.context.uc_stack.ss_size = kStack;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, Entry, 0);
+  }
+  std::mt19937 random(seed);
+  std::vector<Warp*> order;
+  for (Warp& warp : warps) order.push_back(&warp);
+  for (int turn = 0;; ++turn) {
+    std::shuffle(order.begin(), order.end(), random);
+    bool is_over = true;
+    for (Warp* warp : order) {
+      const int rounds = 1 + static_cast<int>(random() % 40);
+      for (int round = 0; round < rounds; ++round) {
+        for (Thread* lane : warp->lanes) {
+          if (lane->is_done) continue;
+          is_over = false;
+          if (lane->waits_at != nullptr && lane->waits_at->round == lane->round) continue;
+          lane->waits_at = nullptr;
+          current = lane;
+          swapcontext(&scheduler, &lane->context);
+        }
+      }
+    }
+    if (is_over) return;
+    if (turn == kMostSwitches) Fail("threads wait for each other");
+  }
+}
+
+inline float NumberOf(uint16_t bf16) {
+  const uint32_t bits = uint32_t{bf16} << 16;
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+
+inline uint16_t Bf16Of(float number) {  // to nearest even
+  if (std::isnan(number)) return 0x7fff;
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The float of an f16 number that is an e4m3 number.
+inline float NumberOfHalf(uint16_t half) {
+  if ((half & 0x7fff) > 0x7c00) return NAN;
+  const int exponent = half >> 10 & 31, mantissa = half & 1023;
+  const float size = exponent ? std::ldexp(1024.0f + mantissa, exponent - 25) : 0.0f;
+  return half & 0x8000 ? -size : size;
+}
+
+inline uint16_t HalfOf(uint8_t e4m3) {
+  const uint16_t sign = static_cast<uint16_t>((e4m3 & 0x80) << 8);
+  int exponent = e4m3 >> 3 & 15, mantissa = e4m3 & 7;
+  if ((e4m3 & 0x7f) == 0x7f) return sign | 0x7fff;
+  if (exponent == 0) {  // 2^-9 times the mantissa, which f16 has as a normal number
+    if (mantissa == 0) return sign;
+    for (exponent = 1; mantissa < 8; --exponent) mantissa *= 2;
+    mantissa &= 7;
+  }
+  return static_cast<uint16_t>(sign | (exponent + 8) << 10 | mantissa << 7);
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::current->index)
+#define blockIdx (emulator::current->block_index)
+#define gridDim (emulator::grid)
+
+using std::max;
+using std::min;
+
+inline void __syncthreads() { emulator::Meet(emulator::current->block->barrier); }
+
+template <typename T>
+T __ldg(const T* from) {
+  return *from;
+}
+
+inline int __ffs(int bits) { return bits ? __builtin_ctz(static_cast<unsigned>(bits)) + 1 : 0; }
+
+inline float __uint_as_float(uint32_t bits) {
+  float number;
+  std::memcpy(&number, &bits, sizeof(number));
+  return number;
+}
+
+inline float __shfl_xor_sync(unsigned, float value, int mask) {
+  struct Given {
+    float value;
+    int mask;
+  } given{value, mask};
+  float taken;
+  emulator::Together(&given, &taken, [](emulator::Warp& warp) {
+    for (int lane = 0; lane < 32; ++lane) {
+      const int from = lane ^ emulator::GivenBy<Given>(warp, lane).mask;
+      *emulator::TakenBy<float>(warp, lane) = emulator::GivenBy<Given>(warp, from).value;
+    }
+  });
+  return taken;
+}
+
+struct __nv_bfloat162 {
+  uint16_t x, y;
+};
+struct __half2 {
+  uint16_t x, y;
+};
+
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {emulator::Bf16Of(x), emulator::Bf16Of(y)};
+}
+inline float2 __half22float2(__half2 halves) {
+  return {emulator::NumberOfHalf(halves.x), emulator::NumberOfHalf(halves.y)};
+}
+
+namespace cooperative_groups {
+
+struct cluster_group {
+  void sync() const { emulator::Meet(emulator::current->block->cluster->barrier); }
+
+  template <typename T>
+  T* map_shared_rank(T* mine, int rank) const {
+    emulator::Block& block = *emulator::current->block;
+    return reinterpret_cast<T*>(block.cluster->blocks[rank]->shared() +
+                                (reinterpret_cast<char*>(mine) - block.shared()));
+  }
+};
+
+inline cluster_group this_cluster() { return {}; }
+
+}  // namespace cooperative_groups
+
+namespace hisparse {
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+inline unsigned char* SharedMemory() {
+  return reinterpret_cast<unsigned char*>(emulator::current->block->shared());
+}
+
+template <int kBytes>
+void CopyAsync(void* to, const void* from, bool is_there) {
+  if (reinterpret_cast<uintptr_t>(to) % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes) {
+    emulator::Fail("a copy's address is no multiple of its size");
+  }
+  emulator::current->open.push_back({to, from, kBytes, is_there});
+}
+
+inline void CloseGroup() {
+  emulator::current->groups.push_back(std::move(emulator::current->open));
+  emulator::current->open.clear();
+}
+
+template <int kOpen>
+void WaitForGroups() {
+  auto& groups = emulator::current->groups;
+  while (groups.size() > kOpen) {
+    for (const emulator::Copy& copy : groups.front()) {
+      if (copy.is_there) {
+        std::memcpy(copy.to, copy.from, copy.bytes);
+      } else {
+        std::memset(copy.to, 0, copy.bytes);
+      }
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+inline uint32_t HalvesOf(uint32_t bits) {
+  return emulator::HalfOf(bits & 0xff) | uint32_t{emulator::HalfOf(bits >> 8 & 0xff)} << 16;
+}
+
+template <bool kTransposed>
+void LoadEither(uint32_t (&to)[4], const uint4* from) {
+  emulator::Together(&from, to, [](emulator::Warp& warp) {
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int matrix = 0; matrix < 4; ++matrix) {
+        const auto number = [&](int row, int column) -> uint32_t {
+          if (kTransposed) std::swap(row, column);
+          return reinterpret_cast<const uint16_t*>(
+              emulator::GivenBy<const uint4*>(warp, 8 * matrix + row))[column];
+        };
+        const int row = lane / 4, column = lane % 4 * 2;
+        emulator::TakenBy<uint32_t>(warp, lane)[matrix] = number(row, column) | number(row, column + 1) << 16;
+      }
+    }
+  });
+}
+
+inline void LoadMatrices(uint32_t (&to)[4], const uint4* from) { LoadEither<false>(to, from); }
+inline void LoadTransposed(uint32_t (&to)[4], const uint4* from) { LoadEither<true>(to, from); }
+
+inline void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Given {
+    const uint32_t* a;
+    uint32_t b[2];
+  } given{a, {b0, b1}};
+  emulator::Together(&given, sum, [](emulator::Warp& warp) {
+    float left[16][16], right[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const Given& of_lane = emulator::GivenBy<Given>(warp, lane);
+      const int group = lane / 4, quad = lane % 4;
+      for (int i = 0; i < 8; ++i) {  // two numbers a word
+        const auto number = [&](uint32_t word) {
+          return emulator::NumberOf(static_cast<uint16_t>(word >> i % 2 * 16));
+        };
+        left[group + i / 2 % 2 * 8][quad * 2 + i % 2 + i / 4 * 8] = number(of_lane.a[i / 2]);
+        if (i < 4) right[quad * 2 + i % 2 + i / 2 * 8][group] = number(of_lane.b[i / 2]);
+      }
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        float& result = emulator::TakenBy<float>(warp, lane)[i];
+        for (int k = 0; k < 16; ++k) result += left[lane / 4 + i / 2 * 8][k] * right[k][lane % 4 * 2 + i % 2];
+      }
+    }
+  });
+}
+
+}  // namespace hisparse
+
+#endif  // HISPARSE_TESTS_CUDA_ON_CPU_EMULATOR_H_

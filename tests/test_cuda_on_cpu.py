@@ -1,0 +1,107 @@
+"""The attention kernel's own source, run on a CPU: the checks of the gpu tests, with warps in any order.
+
+`cuda_on_cpu/emulator.h` says what this can show. A kernel that lacks one of its barriers is seen (`slow`).
+"""
+
+import ctypes
+import functools
+import os
+import pathlib
+import shutil
+import subprocess
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_sparse_attention import (
+    Shape,
+    assert_close,
+    check_a_nan_key,
+    check_every_key,
+    check_large_scores,
+    check_no_key_at_all,
+    paged_inputs,
+)
+
+SOURCE = pathlib.Path(__file__).parent / "cuda_on_cpu" / "attend.cc"
+KERNEL = pathlib.Path(__file__).parents[1] / "ffi" / "attend_kernel.h"
+COMPILER = next(
+    name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (shutil.which(name) or name == "c++")
+)
+NEEDED = ["__syncthreads();"] * KERNEL.read_text().count("__syncthreads();") + ["WaitForGroups<1>();", "blocks.sync();"]
+"""Statements without which the kernel is wrong: every barrier of a block, the wait for copies, the first meeting of a cluster."""
+
+SHAPES = {
+    "uneven": Shape(),
+    "several tiles": Shape(requests=2, query_rows=1, heads=17, columns=300, width=70, ring=70),
+    "no entries": Shape(columns=0, requests=2),
+    "no window": Shape(width=0, ring=1, requests=2),
+}
+
+
+def compiled(folder: pathlib.Path, kernel: str) -> ctypes.CDLL:
+    """The library of `cuda_on_cpu/attend.cc` with the text of a kernel."""
+    (folder / KERNEL.name).write_text(kernel)
+    library = folder / "attend.so"
+    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
+    options += ["-I", str(folder), "-I", str(SOURCE.parent)]
+    done = subprocess.run([COMPILER, *options, "-o", str(library), str(SOURCE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(library))
+
+
+def attend(library, q, window, positions, slab, rows, lengths, sink, *, cluster: int, heads: int, seed: int = 1, **place):
+    """`sparse_attention` by the kernel of a library, with `cluster` blocks a query and `heads` a block."""
+    operands = [np.ascontiguousarray(x) for x in (q, window, positions, slab, rows, lengths, sink)]
+    requests, query_rows, num_heads, _ = q.shape
+    sizes = [
+        slab.shape[1], place["offset"], slab.shape[0], num_heads, requests * query_rows, query_rows, window.shape[1],
+        place["window_width"], rows.shape[2], place["page_entries"], place["row_step"], cluster, heads, seed,
+    ]  # fmt: skip
+    out = np.full(q.shape, np.nan, ml_dtypes.bfloat16)
+    arrays = [*operands, out, np.asarray(sizes, np.int64)]
+    library.attend(*(ctypes.c_void_p(array.ctypes.data) for array in arrays))
+    return out
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory) -> ctypes.CDLL:
+    return compiled(tmp_path_factory.mktemp("kernel"), KERNEL.read_text())
+
+
+@pytest.mark.parametrize(("cluster", "heads"), [(1, 64), (2, 64), (8, 64), (4, 32), (2, 16)])
+class TestOnACpu:
+    @pytest.fixture
+    def run(self, library, cluster, heads):
+        return functools.partial(attend, library, cluster=cluster, heads=heads)
+
+    @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+    def test_equals_numpy_whatever_warps_run_first(self, run, shape):
+        inputs = paged_inputs(np.random.default_rng([shape.requests, shape.heads]), shape)
+        assert_all_close([run(*inputs.operands, **shape.place, seed=seed) for seed in (1, 2)], inputs.expected())
+
+    def test_edges(self, run):
+        check_every_key(run, heads=37, width=12, columns=140)
+        check_a_nan_key(run, Shape(requests=2))
+        check_no_key_at_all(run)
+        check_large_scores(run, Shape(requests=2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(NEEDED)), ids=[f"{i}-{statement}" for i, statement in enumerate(NEEDED)])
+def test_a_missing_barrier_is_seen(tmp_path, number):
+    statement, before = NEEDED[number], NEEDED[:number].count(NEEDED[number]) + 1
+    parts = KERNEL.read_text().split(statement)
+    broken = compiled(tmp_path, statement.join(parts[:before]) + ";" + statement.join(parts[before:]))
+    shape = SHAPES["several tiles"]
+    inputs = paged_inputs(np.random.default_rng(0), shape)
+    runs = [attend(broken, *inputs.operands, **shape.place, cluster=2, heads=64, seed=seed) for seed in range(8)]
+    with pytest.raises(AssertionError):
+        assert_all_close(runs, inputs.expected())
+
+
+def assert_all_close(runs: list[np.ndarray], want: np.ndarray) -> None:
+    """Every run is right, and all are equal in every bit."""
+    for run in runs:
+        assert_close(run, want)
+        np.testing.assert_array_equal(run.view(np.uint16), runs[0].view(np.uint16))
