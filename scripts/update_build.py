@@ -26,6 +26,10 @@ TEST_DEPS = [requirement(name) for name in (
 '''
 
 
+ON_A_CPU = ["ffi/attend_kernel.h"]
+"""Sources of CUDA kernels that tests run on a CPU."""
+
+
 def sources(folder: str, *patterns: str) -> list[str]:
     """Files below `folder` that match, as paths from the root, sorted."""
     found = {path for pattern in patterns for path in (ROOT / folder).rglob(pattern) if "__pycache__" not in path.parts}
@@ -54,11 +58,12 @@ def build_text() -> str:
     scripts = sources("scripts", "*.py")
     own = '[":hisparse_jax", ":pallas_kernels"]'
     targets = [
+        rule("filegroup", "kernels_run_on_a_cpu", srcs=ON_A_CPU),
         rule("py_library", "pallas_kernels", srcs=sources("pallas_kernels", "*.py"), deps="=LIBRARY_DEPS"),
         rule(
             "cc_binary",
             "hisparse_jax/_ffi.so",
-            srcs=sources("ffi", "*.cc", "*.h"),
+            srcs=[*(path for path in sources("ffi", "*.cc", "*.h") if path not in ON_A_CPU), ":kernels_run_on_a_cpu"],
             copts=["-std=c++17"],
             linkopts=["-ldl", "-lpthread"],
             linkshared=True,
@@ -76,12 +81,12 @@ def build_text() -> str:
             "test_support",
             testonly=True,
             srcs=support,
-            data=[*programs, *sources("tests", "*.txtpb", "*.npz", "*.json", "*.h", "*.cc"), "ffi/attend_kernel.h"],
+            data=[*programs, *sources("tests", "*.txtpb", "*.npz", "*.json", "*.h", "*.cc"), ":kernels_run_on_a_cpu"],
             deps=f"=LIBRARY_DEPS + TEST_DEPS + {own}",
         ),
     ]
     if kernels := sources("ffi", "*.cu"):
-        targets.insert(2, rule("filegroup", "cuda_kernels", srcs=kernels))
+        targets.insert(3, rule("filegroup", "cuda_kernels", srcs=kernels))
     for path in scripts:
         stem = pathlib.PurePath(path).stem
         targets.append(rule("py_binary", stem, srcs=[path], main=path, deps=f"=LIBRARY_DEPS + {own}"))
