@@ -45,6 +45,15 @@ inline ffi::Error CheckCuda(const char* what, const char* function, cudaError_t 
   return ffi::Error::Internal(std::string(what) + ": " + function + ": " + cudaGetErrorString(status));
 }
 
+// Clusters of `size` blocks along x.
+inline cudaLaunchAttribute ClustersOf(int size) {
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.x = static_cast<unsigned>(size);
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  return attribute;
+}
+
 // Launches a grid of `blocks` of `threads`, in clusters of `cluster` along x, with `shared_bytes` of dynamic
 // shared memory.
 template <typename... Parameters, typename... Arguments>
@@ -58,10 +67,7 @@ ffi::Error Launch(const char* what, cudaStream_t stream, int ordinal, dim3 block
                                            static_cast<int>(shared_bytes)));
     if (error.failure()) return error;
   }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attribute = ClustersOf(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = blocks;
   config.blockDim = dim3(static_cast<unsigned>(threads));

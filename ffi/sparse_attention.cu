@@ -44,15 +44,12 @@ Kernel KernelOf(int64_t heads) {
 // How many clusters of `cluster` blocks the GPU runs at the same time; a block fills a multiprocessor.
 ffi::Error ClustersAtOnce(const Kernel& kernel, int ordinal, int cluster, int* count) {
   constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices][kMostHeads + 1]
-                               [kMostCluster + 1];  // one more than it is; 0: not asked yet
+  // One more than the answer; 0: not asked yet.
+  static std::atomic<int> known[kDevices][kMostHeads + 1][kMostCluster + 1];
   std::atomic<int>& kept = known[ordinal % kDevices][kernel.heads][cluster];
   *count = kept.load() - 1;
   if (*count >= 0) return ffi::Error::Success();
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  cudaLaunchAttribute attribute = ClustersOf(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(cluster));
   config.blockDim = dim3(kThreads);
