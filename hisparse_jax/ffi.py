@@ -32,71 +32,20 @@ An error raised by another op between fork and join is the one case that leaves 
 CUDA and CPU handlers share one target name; XLA picks by platform. Source: jax.ffi; XLA's host offloader.
 """
 
-import ctypes
-import functools
-import importlib.util
-import os
-
 import jax
 import numpy as np
 from jaxtyping import Array, Int32, UInt8
 
 from hisparse_jax.config import ConfigError
-from pallas_kernels import cuda_kernels
-
-_HANDLERS = ("backup_pages", "backup_pages_fork", "backup_pages_join", "restore_pages")
-_PLATFORMS = ("cpu", "CUDA")
+from hisparse_jax.library import FfiError as FfiError
+from hisparse_jax.library import ffi_version as ffi_version
+from hisparse_jax.library import library_path as library_path
+from hisparse_jax.library import load_library as load_library
+from pallas_kernels.cuda_kernels import target
 
 _Pool = UInt8[Array, "H page_bytes"]
 _Slab = UInt8[Array, "N stride"]
 _Ids = Int32[Array, " M"]
-
-
-class FfiError(RuntimeError):
-    """The handler library is missing or cannot be used; the message says what to do."""
-
-
-def library_path() -> str:
-    """Where the built handler library is: `$HISPARSE_FFI_LIBRARY`, or `_ffi.so` as installed beside this package."""
-    if path := os.environ.get("HISPARSE_FFI_LIBRARY"):
-        return path
-    found = importlib.util.find_spec("hisparse_jax._ffi")
-    if found is None or found.origin is None:
-        raise FfiError(
-            "hisparse_jax/_ffi.so is not built; run `pip install -e .` (needs a C++17 compiler), or set "
-            "HISPARSE_FFI_LIBRARY to a built copy."
-        )
-    return found.origin
-
-
-@functools.cache
-def load_library() -> ctypes.CDLL:
-    """Loads the handlers and registers them for CPU and CUDA, and CUDA kernels where they are built, once per process.
-
-    No backend needs to be there: registering for an absent platform lets a machine without a GPU compile for one.
-    """
-    path = library_path()
-    try:
-        library = ctypes.CDLL(path)
-        handlers = {
-            (name, platform): getattr(library, f"hisparse_{name}_{platform.lower()}")
-            for name in _HANDLERS
-            for platform in _PLATFORMS
-        }
-    except (OSError, AttributeError) as error:
-        raise FfiError(f"{path} cannot be used: {error}; run `pip install -e .` again to rebuild it.") from error
-    for (name, platform), handler in handlers.items():
-        jax.ffi.register_ffi_target(_target(name), jax.ffi.pycapsule(handler), platform=platform)
-    cuda_kernels.register(library)
-    return library
-
-
-cuda_kernels.load_with(load_library)
-
-
-def ffi_version() -> tuple[int, int]:
-    """XLA FFI version (major, minor) of the headers the library was built with; a runtime refuses newer than its own."""
-    return divmod(load_library().hisparse_ffi_version(), 1000)
 
 
 def pinned_ids(ids: np.ndarray, device: jax.Device | None = None) -> _Ids:  # pyright: ignore[reportInvalidTypeForm]
@@ -126,7 +75,7 @@ def join_backup(pool: _Pool, slab: _Slab, *, layer: str = "host pool") -> tuple[
     """Waits for the fork open on `pool`; `slab` is the forked slab as it is now, in the same buffer. `(pool, slab)`, tied."""
     _check_spaces(layer, pool=pool, slab=slab)
     load_library()
-    call = jax.ffi.ffi_call(_target("backup_pages_join"), jax.typeof(pool), input_output_aliases={0: 0})
+    call = jax.ffi.ffi_call(target("backup_pages_join"), jax.typeof(pool), input_output_aliases={0: 0})
     return jax.lax.optimization_barrier((call(pool, slab, layer=layer), slab))
 
 
@@ -140,10 +89,6 @@ def restore_pages(
     return jax.lax.optimization_barrier((pool, _copy("restore_pages", pool, slab, source, destination, slab, offset, layer)))
 
 
-def _target(name: str) -> str:
-    return f"hisparse_{name}"
-
-
 def _copy(name: str, pool, slab, source, destination, result, offset: int, layer: str) -> Array:
     _check_spaces(layer, pool=pool, slab=slab, source=source, destination=destination)
     page_bytes, stride = pool.shape[1], slab.shape[1]
@@ -154,7 +99,7 @@ def _copy(name: str, pool, slab, source, destination, result, offset: int, layer
         )
     load_library()
     aliases = {0 if result is pool else 1: 0}
-    call = jax.ffi.ffi_call(_target(name), jax.typeof(result), input_output_aliases=aliases)
+    call = jax.ffi.ffi_call(target(name), jax.typeof(result), input_output_aliases=aliases)
     return call(pool, slab, source, destination, offset=np.int64(offset), layer=layer)
 
 

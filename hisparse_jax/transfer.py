@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int32, UInt8
 
-from hisparse_jax import ffi  # noqa: F401 - from here on the CUDA kernels of its library are found
+from hisparse_jax import library  # noqa: F401 - from here on its CUDA kernels are found
 from hisparse_jax.hot_map import HotMap
 from hisparse_jax.pages import entry_rows
 from hisparse_jax.resolve import Resolved, as_resolved, check_sizes

@@ -43,7 +43,7 @@ def registered() -> tuple[str, ...]:
 
 
 def target(name: str) -> str:
-    """XLA's name of a kernel, there or not."""
+    """XLA's name of a kernel or handler of the library, there or not."""
     return f"hisparse_{name}"
 
 

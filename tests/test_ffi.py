@@ -1,5 +1,7 @@
 """Page copies between slab and host pool: bytes, aliasing, refusals, and the order of fork and join."""
 
+import importlib.util
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -254,6 +256,6 @@ def test_a_missing_or_broken_library_says_what_to_do(monkeypatch, tmp_path):
     with pytest.raises(ffi.FfiError, match="cannot be used.*pip install -e"):
         ffi.load_library.__wrapped__()
     monkeypatch.delenv("HISPARSE_FFI_LIBRARY")
-    monkeypatch.setattr(ffi.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ffi.FfiError, match="is not built; run `pip install -e .`"):
         ffi.library_path()

@@ -337,4 +337,4 @@ def test_tiered_decode_hands_its_kernel_rows_of_either_tier(monkeypatch):
 def test_either_twin_alone_finds_the_kernels(run_h200):
     """A process that imports one twin chooses as one that imports both."""
     for twin in ("resident", "decode"):
-        run_h200(code=f"import sys, hisparse_jax.{twin}\nassert 'hisparse_jax.ffi' in sys.modules")
+        run_h200(code=f"import sys, hisparse_jax.{twin}\nassert 'hisparse_jax.library' in sys.modules")

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, UInt8
 
-from hisparse_jax import ffi  # noqa: F401 - either twin finds the CUDA kernels of its library, whatever else is imported
+from hisparse_jax import library  # noqa: F401 - either twin finds its CUDA kernels, whatever else is imported
 from hisparse_jax.entries import Entries, SlabRows
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.model.numerics import border, contract, numbers_of
