@@ -81,6 +81,22 @@ __device__ __forceinline__ void MultiplyBf16(float (&sum)[4], const uint32_t (&a
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// The same for numbers of f16.
+__device__ __forceinline__ void MultiplyF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
+                                            uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The larger of `x` and 0. NaN stays NaN, which `fmaxf` would take for 0.
+__device__ __forceinline__ float Relu(float x) {
+  float positive;
+  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(positive) : "f"(x));
+  return positive;
+}
+
 }  // namespace hisparse
 
 #endif  // HISPARSE_FFI_CUDA_TILES_H_

@@ -26,7 +26,7 @@ TEST_DEPS = [requirement(name) for name in (
 '''
 
 
-ON_A_CPU = ["ffi/attend_kernel.h"]
+ON_A_CPU = ["ffi/attend_kernel.h", "ffi/score_kernel.h"]
 """Sources of CUDA kernels that tests run on a CPU."""
 
 

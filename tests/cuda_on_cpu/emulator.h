@@ -24,6 +24,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __shared__ static  // blocks without a cluster run one after the other
 #define __launch_bounds__(...)
 
 struct dim3 {
@@ -257,19 +258,31 @@ inline float __uint_as_float(uint32_t bits) {
   return number;
 }
 
-inline float __shfl_xor_sync(unsigned, float value, int mask) {
+// Every lane gets the value of the lane that it names.
+template <typename T>
+T FromLane(T value, int lane) {
   struct Given {
-    float value;
-    int mask;
-  } given{value, mask};
-  float taken;
+    T value;
+    int from;
+  } given{value, lane};
+  T taken;
   emulator::Together(&given, &taken, [](emulator::Warp& warp) {
     for (int lane = 0; lane < 32; ++lane) {
-      const int from = lane ^ emulator::GivenBy<Given>(warp, lane).mask;
-      *emulator::TakenBy<float>(warp, lane) = emulator::GivenBy<Given>(warp, from).value;
+      const int from = emulator::GivenBy<Given>(warp, lane).from;
+      *emulator::TakenBy<T>(warp, lane) = emulator::GivenBy<Given>(warp, from).value;
     }
   });
   return taken;
+}
+
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return FromLane(value, lane % 32);
+}
+
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return FromLane(value, static_cast<int>(threadIdx.x % 32) ^ mask);
 }
 
 struct __nv_bfloat162 {
@@ -363,7 +376,8 @@ void LoadEither(uint32_t (&to)[4], const uint4* from) {
 inline void LoadMatrices(uint32_t (&to)[4], const uint4* from) { LoadEither<false>(to, from); }
 inline void LoadTransposed(uint32_t (&to)[4], const uint4* from) { LoadEither<true>(to, from); }
 
-inline void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+template <float (*kNumberOf)(uint16_t)>
+void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Given {
     const uint32_t* a;
     uint32_t b[2];
@@ -375,7 +389,7 @@ inline void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, u
       const int group = lane / 4, quad = lane % 4;
       for (int i = 0; i < 8; ++i) {  // two numbers a word
         const auto number = [&](uint32_t word) {
-          return emulator::NumberOf(static_cast<uint16_t>(word >> i % 2 * 16));
+          return kNumberOf(static_cast<uint16_t>(word >> i % 2 * 16));
         };
         left[group + i / 2 % 2 * 8][quad * 2 + i % 2 + i / 4 * 8] = number(of_lane.a[i / 2]);
         if (i < 4) right[quad * 2 + i % 2 + i / 2 * 8][group] = number(of_lane.b[i / 2]);
@@ -389,6 +403,15 @@ inline void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, u
     }
   });
 }
+
+inline void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Multiply<emulator::NumberOf>(sum, a, b0, b1);
+}
+inline void MultiplyF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  Multiply<emulator::NumberOfHalf>(sum, a, b0, b1);
+}
+
+inline float Relu(float x) { return std::isnan(x) ? x : max(x, 0.0f); }
 
 }  // namespace hisparse
 

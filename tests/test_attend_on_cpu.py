@@ -1,18 +1,15 @@
 """The attention kernel's own source, run on a CPU: the checks of the gpu tests, with warps in any order.
 
-`cuda_on_cpu/emulator.h` says what this can show. A kernel that lacks one of its barriers is seen (`slow`).
+A kernel that lacks one of its barriers is seen (`slow`).
 """
 
 import ctypes
 import functools
-import os
-import pathlib
-import shutil
-import subprocess
 
 import ml_dtypes
 import numpy as np
 import pytest
+from kernels_on_cpu import KERNELS, call, compiled
 from test_sparse_attention import (
     Shape,
     assert_close,
@@ -23,12 +20,8 @@ from test_sparse_attention import (
     paged_inputs,
 )
 
-SOURCE = pathlib.Path(__file__).parent / "cuda_on_cpu" / "attend.cc"
-KERNEL = pathlib.Path(__file__).parents[1] / "ffi" / "attend_kernel.h"
-COMPILER = next(
-    name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (shutil.which(name) or name == "c++")
-)
-NEEDED = ["__syncthreads();"] * KERNEL.read_text().count("__syncthreads();") + ["WaitForGroups<1>();", "blocks.sync();"]
+KERNEL = (KERNELS / "attend_kernel.h").read_text()
+NEEDED = ["__syncthreads();"] * KERNEL.count("__syncthreads();") + ["WaitForGroups<1>();", "blocks.sync();"]
 """Statements without which the kernel is wrong: every barrier of a block, the wait for copies, the first meeting of a cluster."""
 
 SHAPES = {
@@ -37,17 +30,6 @@ SHAPES = {
     "no entries": Shape(columns=0, requests=2),
     "no window": Shape(width=0, ring=1, requests=2),
 }
-
-
-def compiled(folder: pathlib.Path, kernel: str) -> ctypes.CDLL:
-    """The library of `cuda_on_cpu/attend.cc` with the text of a kernel."""
-    (folder / KERNEL.name).write_text(kernel)
-    library = folder / "attend.so"
-    options = ["-std=c++20", "-O2", "-fno-strict-aliasing", "-fPIC", "-shared", "-Wall", "-Werror", "-Wno-unknown-pragmas"]
-    options += ["-I", str(folder), "-I", str(SOURCE.parent)]
-    done = subprocess.run([COMPILER, *options, "-o", str(library), str(SOURCE)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
 
 
 def attend(library, q, window, positions, slab, rows, lengths, sink, *, cluster: int, heads: int, seed: int = 1, **place):
@@ -59,14 +41,13 @@ def attend(library, q, window, positions, slab, rows, lengths, sink, *, cluster:
         place["window_width"], rows.shape[2], place["page_entries"], place["row_step"], cluster, heads, seed,
     ]  # fmt: skip
     out = np.full(q.shape, np.nan, ml_dtypes.bfloat16)
-    arrays = [*operands, out, np.asarray(sizes, np.int64)]
-    library.attend(*(ctypes.c_void_p(array.ctypes.data) for array in arrays))
+    call(library.attend, *operands, out, np.asarray(sizes, np.int64))
     return out
 
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    return compiled(tmp_path_factory.mktemp("kernel"), KERNEL.read_text())
+    return compiled(tmp_path_factory.mktemp("kernel"), "attend", "attend_kernel")
 
 
 @pytest.mark.parametrize(("cluster", "heads"), [(1, 64), (2, 64), (8, 64), (4, 32), (2, 16)])
@@ -91,8 +72,9 @@ class TestOnACpu:
 @pytest.mark.parametrize("number", range(len(NEEDED)), ids=[f"{i}-{statement}" for i, statement in enumerate(NEEDED)])
 def test_a_missing_barrier_is_seen(tmp_path, number):
     statement, before = NEEDED[number], NEEDED[:number].count(NEEDED[number]) + 1
-    parts = KERNEL.read_text().split(statement)
-    broken = compiled(tmp_path, statement.join(parts[:before]) + ";" + statement.join(parts[before:]))
+    parts = KERNEL.split(statement)
+    kernel = statement.join(parts[:before]) + ";" + statement.join(parts[before:])
+    broken = compiled(tmp_path, "attend", "attend_kernel", kernel)
     shape = SHAPES["several tiles"]
     inputs = paged_inputs(np.random.default_rng(0), shape)
     runs = [attend(broken, *inputs.operands, **shape.place, cluster=2, heads=64, seed=seed) for seed in range(8)]
