@@ -10,9 +10,7 @@ import numpy as np
 
 SOURCES = pathlib.Path(__file__).parent / "cuda_on_cpu"
 KERNELS = pathlib.Path(__file__).parents[1] / "ffi"
-COMPILER = next(
-    name for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name and (shutil.which(name) or name == "c++")
-)
+COMPILERS = (os.environ.get("CXX", ""), "g++", "clang++", "c++")
 
 
 def compiled(folder: pathlib.Path, caller: str, kernel: str, text: str | None = None) -> ctypes.CDLL:
