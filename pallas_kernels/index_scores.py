@@ -14,6 +14,9 @@ from jaxtyping import Array, Float, Float32, Int32, UInt8
 from pallas_kernels import cuda_kernels, ref
 from pallas_kernels.choice import choose
 
+IMPLEMENTATIONS = ("xla", "cuda")
+"""What `implementation` names; None is the platform's default."""
+
 HEADS = {128: (8, 16, 32, 64), 256: (8, 16, 32)}
 """Of the CUDA kernel, by channels: the heads of a query that a warp's registers hold."""
 

@@ -13,6 +13,9 @@ from jaxtyping import Array, BFloat16, Float32, Int32, UInt8
 from pallas_kernels import cuda_kernels, ref
 from pallas_kernels.choice import choose
 
+IMPLEMENTATIONS = ("xla", "cuda")
+"""What `implementation` names; None is the platform's default."""
+
 CHANNELS, ROW_BYTES = 512, 584
 """Of the fp8 entry row: 448 e4m3 values, 64 bf16 values; then 7 ue8m0 scales of 64 values each, and a zero byte."""
 

@@ -6,18 +6,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_inputs import ENTRIES, FP8, HBM, INDEX, Case, Sizes, on_gpu
+from bench_inputs import ENTRIES, FP8, HBM, INDEX, Case, Sizes, on_gpu, variants_of
 
 from hisparse_jax.model.attention import sink_attention
 from hisparse_jax.model.numerics import numbers_of
 from hisparse_jax.pages import read_rows
-from pallas_kernels import cuda_kernels, index_scores, ref, sinkhorn, sparse_attention
-
-
-def with_cuda(name: str, *others: str) -> tuple[str, ...]:
-    """Variants of an op that has no Pallas kernel: what runs here. `others` are further kinds of its CUDA kernel."""
-    kinds = ("cuda", *(f"cuda{other}" for other in others))
-    return ("xla", *kinds) if on_gpu() and name in cuda_kernels.registered() else ("xla",)
+from pallas_kernels import index_scores, ref, sinkhorn, sparse_attention
 
 
 def index_cases(s: Sizes) -> Iterator[Case]:
@@ -59,7 +53,7 @@ def index_cases(s: Sizes) -> Iterator[Case]:
 
         yield Case(
             "index_scores", f"B {batch}, {columns:,} keys",
-            {v: functools.partial(step, variant=v) for v in with_cuda("index_scores")},
+            {v: functools.partial(step, variant=v) for v in variants_of(index_scores)},
             lambda: jnp.zeros(()), draw, check, floor_us=batch * columns * INDEX.row_bytes / HBM * 1e6, fixed=fixed, most=16,
         )  # fmt: skip
 
@@ -93,7 +87,7 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             q, rows = jax.lax.map(one, jax.random.split(key, launches))
             return tuple(zip(q, rows))
 
-        def by_op(fixed, q, rows, implementation, heads_per_block=64, batch=batch):
+        def by_op(fixed, q, rows, implementation, heads_per_block=sparse_attention.HEADS_PER_BLOCK[0], batch=batch):
             slab, window, sink = fixed
             positions, lengths = jnp.full((batch, 1), 32_767, jnp.int32), jnp.full((batch, 1), top_k, jnp.int32)
             operands = q, window, positions, slab, rows, lengths, sink
@@ -106,20 +100,19 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             keys = tuple(numbers_of(part, FP8)[0] for part in (window[:, None], packed))
             return sink_attention(q, keys, tuple(jnp.ones(key.shape[:3], bool) for key in keys), sink)
 
-        def launch(fixed, state, inputs, variant, by_op=by_op):
-            if variant == "xla":
-                return state, by_model(fixed, *inputs)
-            kind, _, heads = variant.partition("/")
-            return state, by_op(fixed, *inputs, kind, int(heads or 64))
+        def launch(fixed, state, inputs, variant, by_op=by_op, **options):
+            return state, by_model(fixed, *inputs) if variant == "xla" else by_op(fixed, *inputs, variant, **options)
 
         def check(run, fixed=fixed, draw=draw, by_op=by_op):
             (inputs,) = draw(jax.random.key(3), 1)
             got, want = run(None, inputs)[1], by_op(fixed(), *inputs, "xla")
             np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.05)
 
+        variants = {v: functools.partial(launch, variant=v) for v in variants_of(sparse_attention)}
+        for fewer in sparse_attention.HEADS_PER_BLOCK[1:] if "cuda" in variants else ():
+            variants[f"cuda/{fewer}"] = functools.partial(launch, variant="cuda", heads_per_block=fewer)
         yield Case(
-            "sparse_attention", f"B {batch}, {heads} heads, {width} + {top_k} keys",
-            {v: functools.partial(launch, variant=v) for v in with_cuda("sparse_attention", "/32", "/16")},
+            "sparse_attention", f"B {batch}, {heads} heads, {width} + {top_k} keys", variants,
             lambda: jnp.zeros(()), draw, check,
             floor_us=batch * ((width + top_k) * FP8.row_bytes + 4 * heads * 512) / HBM * 1e6, fixed=fixed, most=16,
             first=first, then=then, peer=peer,

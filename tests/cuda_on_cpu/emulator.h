@@ -50,7 +50,7 @@ namespace emulator {
   std::abort();
 }
 
-// What threads meet at. The last one to arrive does `work` and opens it.
+// What threads meet at; `round` counts how often all of them have.
 struct Barrier {
   int members = 0, arrived = 0;
   long round = 0;
@@ -106,6 +106,7 @@ inline const std::function<void()>* kernel = nullptr;
 
 inline void Yield() { swapcontext(&current->context, &scheduler); }
 
+// Waits for all others at a barrier; the last one to arrive does `work` first.
 inline void Meet(Barrier& barrier, const std::function<void()>& work = [] {}) {
   if (++barrier.arrived == barrier.members) {
     work();
@@ -143,11 +144,11 @@ inline void Entry() {
   Fail("a thread went on after its end");
 }
 
-// Runs the `cluster` blocks from `first` on, of `threads` each. `seed` is that of the order of warps.
+// Runs the `cluster_size` blocks from `first` on, of `threads` each. `seed` is that of the order of warps.
 inline void RunCluster(int cluster_size, dim3 first, int threads, size_t shared_bytes, unsigned seed,
                        const std::function<void()>& body) {
   constexpr size_t kStack = 64 * 1024;
-  constexpr int kMostSwitches = 100'000;  // of a warp, without an end
+  constexpr int kMostTurns = 100'000;  // of all warps
   kernel = &body;
   Cluster cluster;
   std::vector<Block> blocks(cluster_size);
@@ -196,7 +197,7 @@ inline void RunCluster(int cluster_size, dim3 first, int threads, size_t shared_
       }
     }
     if (is_over) return;
-    if (turn == kMostSwitches) Fail("threads wait for each other");
+    if (turn == kMostTurns) Fail("threads wait for each other");
   }
 }
 
