@@ -28,18 +28,7 @@ Kernel KernelFor() {
   return {AttendKernel<kHeads>, kHeads, sizeof(Shared<kHeads>)};
 }
 
-Kernel KernelOf(int64_t heads) {
-  switch (heads) {
-    case 16:
-      return KernelFor<16>();
-    case 32:
-      return KernelFor<32>();
-    case 64:
-      return KernelFor<64>();
-    default:
-      return {};
-  }
-}
+const Kernel kKernels[] = {KernelFor<16>(), KernelFor<32>(), KernelFor<64>()};
 
 // How many clusters of `cluster` blocks the GPU runs at the same time; a block fills a multiprocessor.
 ffi::Error ClustersAtOnce(const Kernel& kernel, int ordinal, int cluster, int* count) {
@@ -64,6 +53,25 @@ ffi::Error ClustersAtOnce(const Kernel& kernel, int ordinal, int cluster, int* c
                     cudaOccupancyMaxActiveClusters(count, kernel.run, &config));
   if (error.success()) kept.store(*count + 1);
   return error;
+}
+
+int64_t BlocksOf(const Kernel& kernel, int64_t heads) { return (heads + kernel.heads - 1) / kernel.heads; }
+
+// The kernel with `heads_per_block` heads. For 0 the one with the fewest whose blocks all run at the same time
+// with another one beside each: what more blocks convert twice costs less than it buys while the GPU has room
+// for them, and more where it has none (docs/measurements.md).
+ffi::Error ChooseKernel(int64_t heads_per_block, int ordinal, int64_t queries, int64_t heads, Kernel* chosen) {
+  for (const Kernel& kernel : kKernels) {
+    *chosen = kernel;
+    if (heads_per_block == kernel.heads) return ffi::Error::Success();
+    if (heads_per_block != 0) continue;
+    int pairs = 0;
+    ffi::Error error = ClustersAtOnce(kernel, ordinal, 2, &pairs);
+    if (error.failure() || heads <= kernel.heads || queries * BlocksOf(kernel, heads) <= pairs) return error;
+  }
+  if (heads_per_block == 0) return ffi::Error::Success();
+  return ffi::Error::InvalidArgument("sparse_attention: there is no kernel with " +
+                                     std::to_string(heads_per_block) + " heads in a block");
 }
 
 // Blocks that share a query: as many as all run at the same time, each with a tile to take. Another number
@@ -107,17 +115,16 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                        std::to_string(stride) + ", numbered by " + std::to_string(row_step) +
                                        ": bytes must be multiples of 16, and pages stay in their block");
   }
-  const Kernel kernel = KernelOf(heads_per_block);
-  if (kernel.run == nullptr) {
-    return ffi::Error::InvalidArgument("sparse_attention: there is no kernel with " +
-                                       std::to_string(heads_per_block) + " heads in a block");
-  }
-  const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kernel.heads - 1) / kernel.heads;
+  const int64_t num_rows = shape[0] * shape[1];
   if (num_rows == 0 || shape[2] == 0) return ffi::Error::Success();
-  if (head_blocks > kMostRows) return ffi::Error::InvalidArgument("sparse_attention: too many heads");
-  const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
   ffi::Error error = CheckCuda(kName, "cudaSetDevice", cudaSetDevice(ordinal));
   if (error.failure()) return error;
+  Kernel kernel;
+  error = ChooseKernel(heads_per_block, ordinal, num_rows, shape[2], &kernel);
+  if (error.failure()) return error;
+  const int64_t head_blocks = BlocksOf(kernel, shape[2]);
+  if (head_blocks > kMostRows) return ffi::Error::InvalidArgument("sparse_attention: too many heads");
+  const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
   int cluster = 1;
   error = ChooseCluster(kernel, ordinal, num_rows * head_blocks, tiles, &cluster);
   if (error.failure()) return error;

@@ -20,11 +20,13 @@ works.
     .venv/bin/python scripts/bench_decode.py --layers 8 --context 32768 --resident-requests 16
 """
 
+import bisect
 import dataclasses
 import inspect
 import json
 import os
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 from unittest import mock
 
@@ -40,13 +42,14 @@ from rich.console import Console
 from rich.table import Table
 
 from hisparse_jax import decode, resident
-from hisparse_jax.capacity import min_gpu_blocks
+from hisparse_jax.capacity import batch_gpu_blocks
 from hisparse_jax.command import run_command
 from hisparse_jax.config import C4, CacheConfig, ConfigError, ModelConfig, preset
-from hisparse_jax.generation import random_model, resident_layout
+from hisparse_jax.generation import random_model
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import Attention, DeepseekV4
 from hisparse_jax.programs import COMPILER_OPTIONS
+from hisparse_jax.prompts import chunk_schedule
 from hisparse_jax.state import TieredState
 from hisparse_jax.status import TierError
 from hisparse_jax.tiered import COUNT_NAMES
@@ -71,9 +74,11 @@ class Args:
     context: int = 32_768
     """Tokens of each request before the first step."""
     resident_requests: int = 16
-    """Requests that the slab holds when everything must fit; the budget of all runs but `all-resident`."""
+    """Requests that the slab holds when everything must fit; the budget of all runs but the last two."""
     most_requests: int = 64
-    """Request slots of the tiered run: a power of two."""
+    """Requests of the tiered run, at most; its slots are the next power of two, as are those of the resident run."""
+    hot_slots: int | None = None
+    """Hot slots per request and C4 layer; default: twice the model's top-k."""
     steps: int = 16
     """Decode steps of one call."""
     warmup: int = 8
@@ -148,37 +153,56 @@ def model_of(args: Args) -> ModelConfig:
     )
 
 
+def growth(args: Args, layout: CacheLayout, requests: int) -> Iterator[list[int]]:
+    """Pages of every request as the cache is filled, one after the other, and then decoded, all at once."""
+    whole = layout.num_pages(args.context)
+    for slot in range(requests):
+        for begin, count in chunk_schedule(0, args.context, layout.cache.chunk_tokens):
+            yield [whole] * slot + [layout.num_pages(begin + count)] + [0] * (requests - slot - 1)
+    for step in range(0, args.all_steps, layout.cache.stretch_steps):
+        end = min(step + layout.cache.stretch_steps, args.all_steps)
+        yield [layout.num_pages(args.context + end)] * requests
+
+
+def most_held(args: Args, layout: CacheLayout, slab: int) -> int:
+    """Requests of the tiered run: the most that `slab` blocks hold while history may leave, up to `most_requests`."""
+    counts = range(1, args.most_requests + 1)
+    held = bisect.bisect_right(counts, slab, key=lambda count: batch_gpu_blocks(layout, growth(args, layout, count)))
+    if not held:
+        raise ConfigError(f"--resident-requests {args.resident_requests} makes a slab of {slab} blocks, too small for the tiers.")
+    return held
+
+
 def plan(args: Args, model: ModelConfig) -> list[Run]:
     """Every run's layout: one slab for all but the last two."""
-    few, many = args.resident_requests, args.most_requests
-    limit = args.context + args.all_steps
+    few, limit = args.resident_requests, args.context + args.all_steps
     cache = CacheConfig(
-        max_model_len=limit, max_requests=few, gpu_blocks=2, host_blocks=2, reclaim=args.reclaim, chunk_tokens=2_048
-    )
+        max_model_len=limit, max_requests=2, gpu_blocks=2, host_blocks=2, reclaim=args.reclaim, chunk_tokens=2_048,
+        num_hot_slots=args.hot_slots,
+    )  # fmt: skip
     if jax.default_backend() != "gpu":
         cache = dataclasses.replace(cache, chunk_tokens=64, rows="f32", page_entries=32)
     pages = plan_layout(model, dataclasses.replace(cache, host_blocks=2**20)).num_pages(limit)
 
-    def tiered(slots: int, blocks: int, requests: int) -> CacheLayout:
-        config = dataclasses.replace(cache, max_requests=slots, gpu_blocks=blocks, host_blocks=2 + requests * pages)
-        return plan_layout(model, config)
+    def layout(requests: int, blocks: int, tiered: bool = True) -> CacheLayout:
+        sizes = dict(gpu_blocks=blocks, host_blocks=2 + requests * pages)
+        slots = max(2, 1 << (requests - 1).bit_length())
+        return plan_layout(model, dataclasses.replace(cache, max_requests=slots, **sizes), tiered=tiered)
 
-    draft = tiered(many, 2**20, many)
-    slab = 1 + few * draft.growing_groups * pages
-    each = min_gpu_blocks(draft, limit) - 1
-    in_flight = draft.growing_groups * draft.cache.chunk_pages
-    held = min(many, (slab - 1 - in_flight) // each)
-    whole = tiered(many, 1 + held * draft.growing_groups * pages, held)
-    same = tiered(few, slab, few)
-    more = tiered(many, slab, held)
+    def whole(requests: int) -> int:
+        return 1 + requests * draft.growing_groups * pages
+
+    draft = layout(args.most_requests, 2**20)
+    held = most_held(args, draft, whole(few))
+    more = layout(held, whole(few))
     return [
-        Run("resident", "resident", resident_layout(same), few),
-        Run("same-tiered", "tiered", same, few),
+        Run("resident", "resident", layout(few, whole(few), tiered=False), few),
+        Run("same-tiered", "tiered", layout(few, whole(few)), few),
         Run("tiered", "tiered", more, held),
         Run("no-copies", "tiered", more, held, copies=False),
         Run("graph", "tiered", more, held, graph=True),
-        Run("all-resident", "resident", resident_layout(whole), held),
-        Run("all-tiered", "tiered", whole, held),
+        Run("all-resident", "resident", layout(held, whole(held), tiered=False), held),
+        Run("all-tiered", "tiered", layout(held, whole(held)), held),
     ]
 
 

@@ -52,6 +52,17 @@ def test_equals_numpy(attend, shape):
     np.testing.assert_array_equal(bits(got), bits(attend(*inputs.operands, **shape.place)))
 
 
+@pytest.mark.parametrize(("requests", "heads"), [(1, 16), (16, 16), (32, 32), (64, 64), (150, 64)])
+def test_the_default_spreads_few_queries_over_the_gpu(requests, heads):
+    """As measured on 132 multiprocessors: the fewest heads a block whose blocks run at once, two a query."""
+    need("cuda", "sparse_attention")
+    shape = Shape(**{**vars(FLASH), "requests": requests, "columns": 64})
+    inputs = paged_inputs(np.random.default_rng(requests), shape)
+    got, want = (sparse_attention(*inputs.operands, **shape.place, heads_per_block=given) for given in (None, heads))
+    assert_close(np.asarray(got), inputs.expected())
+    np.testing.assert_array_equal(bits(got), bits(want))
+
+
 def bits(array) -> np.ndarray:
     return np.asarray(array).view(np.uint16)
 
