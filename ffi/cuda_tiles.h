@@ -1,5 +1,5 @@
 // What kernels that multiply fp8 rows have in common, and need assembly for: bytes on their way to shared
-// memory, e4m3 numbers, matrices from shared memory, products. Included by .cu files only.
+// memory, e4m3 numbers, products. Included by .cu files only.
 #ifndef HISPARSE_FFI_CUDA_TILES_H_
 #define HISPARSE_FFI_CUDA_TILES_H_
 
@@ -51,37 +51,11 @@ __device__ __forceinline__ uint32_t HalvesOf(uint32_t bits) {
 
 // The block's dynamic shared memory.
 __device__ __forceinline__ unsigned char* SharedMemory() {
-  extern __shared__ __align__(128) unsigned char memory[];
+  extern __shared__ __align__(1024) unsigned char memory[];
   return memory;
 }
 
-// Four matrices of 8 x 8 numbers of 16 bits: lanes 8 i ... 8 i + 7 name the rows of matrix i, 16 bytes each.
-// Lane l gets of each the numbers 2 (l % 4) and the next of row l / 4.
-__device__ __forceinline__ void LoadMatrices(uint32_t (&to)[4], const uint4* from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(AddressOf(from))
-               : "memory");
-}
-
-// The same of the transposed matrices.
-__device__ __forceinline__ void LoadTransposed(uint32_t (&to)[4], const uint4* from) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(AddressOf(from))
-               : "memory");
-}
-
-// sum += a b for 16 x 16 and 16 x 8 numbers of bf16, as m16n8k16 has them in its lanes.
-__device__ __forceinline__ void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
-                                             uint32_t b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// The same for numbers of f16.
+// sum += a b for 16 x 16 and 16 x 8 numbers of f16, as m16n8k16 has them in its lanes.
 __device__ __forceinline__ void MultiplyF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0,
                                             uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

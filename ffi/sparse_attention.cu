@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "cuda_block.h"
-#include "cuda_tiles.h"
+#include "cuda_warpgroups.h"
 // clang-format off: it needs both
 #include "attend_kernel.h"
 // clang-format on
@@ -17,69 +17,37 @@ using namespace attention;
 constexpr const char* kName = "sparse_attention";
 constexpr int kMostRows = 65535;  // of a grid
 
-struct Kernel {
-  void (*run)(Attending) = nullptr;
-  int heads = 0;  // of a block
-  size_t shared_bytes = 0;
-};
-
-template <int kHeads>
-Kernel KernelFor() {
-  return {AttendKernel<kHeads>, kHeads, sizeof(Shared<kHeads>)};
-}
-
-const Kernel kKernels[] = {KernelFor<16>(), KernelFor<32>(), KernelFor<64>()};
-
 // How many clusters of `cluster` blocks the GPU runs at the same time; a block fills a multiprocessor.
-ffi::Error ClustersAtOnce(const Kernel& kernel, int ordinal, int cluster, int* count) {
+ffi::Error ClustersAtOnce(int ordinal, int cluster, int* count) {
   constexpr int kDevices = 64;
   // One more than the answer; 0: not asked yet.
-  static std::atomic<int> known[kDevices][kMostHeads + 1][kMostCluster + 1];
-  std::atomic<int>& kept = known[ordinal % kDevices][kernel.heads][cluster];
+  static std::atomic<int> known[kDevices][kMostCluster + 1];
+  std::atomic<int>& kept = known[ordinal % kDevices][cluster];
   *count = kept.load() - 1;
   if (*count >= 0) return ffi::Error::Success();
   cudaLaunchAttribute attribute = ClustersOf(cluster);
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(cluster));
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = kernel.shared_bytes;
+  config.dynamicSmemBytes = sizeof(Shared);
   config.attrs = &attribute;
   config.numAttrs = 1;
-  ffi::Error error = CheckCuda(kName, "cudaFuncSetAttribute",
-                               cudaFuncSetAttribute(kernel.run, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                    static_cast<int>(kernel.shared_bytes)));
+  ffi::Error error = CheckCuda(
+      kName, "cudaFuncSetAttribute",
+      cudaFuncSetAttribute(AttendKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int{sizeof(Shared)}));
   if (error.failure()) return error;
   error = CheckCuda(kName, "cudaOccupancyMaxActiveClusters",
-                    cudaOccupancyMaxActiveClusters(count, kernel.run, &config));
+                    cudaOccupancyMaxActiveClusters(count, AttendKernel, &config));
   if (error.success()) kept.store(*count + 1);
   return error;
 }
 
-int64_t BlocksOf(const Kernel& kernel, int64_t heads) { return (heads + kernel.heads - 1) / kernel.heads; }
-
-// The kernel with `heads_per_block` heads. For 0 the one with the fewest whose blocks all run at the same time
-// with another one beside each: what more blocks convert twice costs less than it buys while the GPU has room
-// for them, and more where it has none (docs/measurements.md).
-ffi::Error ChooseKernel(int64_t heads_per_block, int ordinal, int64_t queries, int64_t heads, Kernel* chosen) {
-  for (const Kernel& kernel : kKernels) {
-    *chosen = kernel;
-    if (heads_per_block == kernel.heads) return ffi::Error::Success();
-    if (heads_per_block != 0) continue;
-    int pairs = 0;
-    ffi::Error error = ClustersAtOnce(kernel, ordinal, 2, &pairs);
-    if (error.failure() || heads <= kernel.heads || queries * BlocksOf(kernel, heads) <= pairs) return error;
-  }
-  if (heads_per_block == 0) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("sparse_attention: there is no kernel with " +
-                                     std::to_string(heads_per_block) + " heads in a block");
-}
-
 // Blocks that share a query: as many as all run at the same time, each with a tile to take. Another number
 // would sum in another order.
-ffi::Error ChooseCluster(const Kernel& kernel, int ordinal, int64_t queries, int64_t tiles, int* cluster) {
+ffi::Error ChooseCluster(int ordinal, int64_t queries, int64_t tiles, int* cluster) {
   for (*cluster = kMostCluster; *cluster > 1; *cluster /= 2) {
     int at_once = 0;
-    ffi::Error error = ClustersAtOnce(kernel, ordinal, *cluster, &at_once);
+    ffi::Error error = ClustersAtOnce(ordinal, *cluster, &at_once);
     if (error.failure() || (*cluster <= tiles && queries <= at_once)) return error;
   }
   return ffi::Error::Success();
@@ -90,7 +58,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                            ffi::Buffer<ffi::U8, 2> slab, ffi::Buffer<ffi::S32, 3> rows,
                            ffi::Buffer<ffi::S32, 2> lengths, ffi::Buffer<ffi::F32, 1> sink,
                            ffi::ResultBuffer<ffi::BF16, 4> out, int64_t window_width, int64_t page_entries,
-                           int64_t offset, int64_t row_step, int64_t heads_per_block) {
+                           int64_t offset, int64_t row_step) {
   const auto shape = queries.dimensions(), ring = window.dimensions(), selected = rows.dimensions();
   const auto at = positions.dimensions(), of_lengths = lengths.dimensions(), result = out->dimensions();
   const int64_t stride = slab.dimensions()[1];
@@ -98,7 +66,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
       selected[1] != shape[1] || at[0] != shape[0] || at[1] != shape[1] || of_lengths[0] != shape[0] ||
       of_lengths[1] != shape[1] || static_cast<int64_t>(sink.element_count()) != shape[2] ||
       !std::equal(result.begin(), result.end(), shape.begin()) || shape[0] * shape[1] > kMostRows ||
-      selected[2] > INT32_MAX / 2 || shape[2] > INT32_MAX / kMostHeads) {
+      selected[2] > INT32_MAX / 2 || shape[2] > INT32_MAX / kHeads) {
     return ffi::Error::InvalidArgument(
         "sparse_attention: queries and output are [R, T, H, 512], window [R, W, 584], positions and lengths "
         "[R, T], rows [R, T, K], sink [H]");
@@ -115,18 +83,14 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                        std::to_string(stride) + ", numbered by " + std::to_string(row_step) +
                                        ": bytes must be multiples of 16, and pages stay in their block");
   }
-  const int64_t num_rows = shape[0] * shape[1];
+  const int64_t num_rows = shape[0] * shape[1], head_blocks = (shape[2] + kHeads - 1) / kHeads;
   if (num_rows == 0 || shape[2] == 0) return ffi::Error::Success();
-  ffi::Error error = CheckCuda(kName, "cudaSetDevice", cudaSetDevice(ordinal));
-  if (error.failure()) return error;
-  Kernel kernel;
-  error = ChooseKernel(heads_per_block, ordinal, num_rows, shape[2], &kernel);
-  if (error.failure()) return error;
-  const int64_t head_blocks = BlocksOf(kernel, shape[2]);
   if (head_blocks > kMostRows) return ffi::Error::InvalidArgument("sparse_attention: too many heads");
   const int64_t tiles = (window_width + kKeys - 1) / kKeys + (selected[2] + kKeys - 1) / kKeys;
+  ffi::Error error = CheckCuda(kName, "cudaSetDevice", cudaSetDevice(ordinal));
+  if (error.failure()) return error;
   int cluster = 1;
-  error = ChooseCluster(kernel, ordinal, num_rows * head_blocks, tiles, &cluster);
+  error = ChooseCluster(ordinal, num_rows * head_blocks, tiles, &cluster);
   if (error.failure()) return error;
   const Attending attending = {reinterpret_cast<const uint4*>(queries.untyped_data()),
                                window.typed_data(),
@@ -150,7 +114,7 @@ ffi::Error SparseAttention(cudaStream_t stream, int32_t ordinal, ffi::Buffer<ffi
                                kLog2E / sqrtf(static_cast<float>(kChannels))};
   const dim3 grid(static_cast<unsigned>(cluster), static_cast<unsigned>(num_rows),
                   static_cast<unsigned>(head_blocks));
-  return Launch(kName, stream, ordinal, grid, kThreads, cluster, kernel.shared_bytes, kernel.run, attending);
+  return Launch(kName, stream, ordinal, grid, kThreads, cluster, sizeof(Shared), AttendKernel, attending);
 }
 
 auto BindSparseAttention() {
@@ -168,8 +132,7 @@ auto BindSparseAttention() {
       .Attr<int64_t>("window_width")
       .Attr<int64_t>("page_entries")
       .Attr<int64_t>("offset")
-      .Attr<int64_t>("row_step")
-      .Attr<int64_t>("heads_per_block");
+      .Attr<int64_t>("row_step");
 }
 
 }  // namespace

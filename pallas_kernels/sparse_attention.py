@@ -31,13 +31,7 @@ def fits(num_rows: int, channels: int, row_bytes: int, *, stride: int, offset: i
     return (channels, row_bytes) == (CHANNELS, ROW_BYTES) and not (stride % ALIGN or offset % ALIGN) and num_rows <= MAX_ROWS
 
 
-HEADS_PER_BLOCK = (16, 32, 64)
-"""Of the CUDA kernel."""
-
-
-@functools.partial(
-    jax.jit, static_argnames=("window_width", "page_entries", "offset", "row_step", "implementation", "heads_per_block")
-)
+@functools.partial(jax.jit, static_argnames=("window_width", "page_entries", "offset", "row_step", "implementation"))
 def sparse_attention(
     q: BFloat16[Array, "R T H c"],
     window: UInt8[Array, "R W row_bytes"],
@@ -52,7 +46,6 @@ def sparse_attention(
     offset: int,
     row_step: int,
     implementation: str | None = None,
-    heads_per_block: int | None = None,
 ) -> BFloat16[Array, "R T H c"]:
     """One softmax over window, selected rows and sink; keys are values, scores are scaled by `c ** -0.5`.
 
@@ -64,9 +57,8 @@ def sparse_attention(
     lengths    columns of `rows` from there on are no keys, whatever they hold.
     sink       one more score of each head, of no value: a query without any key gives zeros.
 
-    Sums are float32. Probabilities are rounded to bf16 before the value product, by CUDA relative to the largest score so far.
-    `heads_per_block`, of `HEADS_PER_BLOCK`: the CUDA kernel's. None: by the number of query rows and heads, fewer where few queries
-    are to be spread over the whole GPU. The order of sums follows from it.
+    Sums are float32. Probabilities are rounded to bf16 before the value product, by CUDA relative to a score so far that stands
+    at most 8 / log2(e) below the largest.
     Raises `ValueError` where rows are none of fp8, the window is wider than its ring, or a page leaves its block.
     Source: DeepSeek V4's published inference code; rows and pages as FlashMLA has them.
     """
@@ -93,9 +85,7 @@ def sparse_attention(
                 f"are {stride=}, {offset=}, {num_rows} query rows. Choose 'xla'."
             )
         call = jax.ffi.ffi_call(cuda_kernels.require("sparse_attention"), jax.ShapeDtypeStruct(q.shape, q.dtype))
-        if heads_per_block is not None and heads_per_block not in HEADS_PER_BLOCK:
-            raise ValueError(f"{heads_per_block=} is none of {HEADS_PER_BLOCK}.")
-        numbers = {name: np.int64(number) for name, number in (place | {"heads_per_block": heads_per_block or 0}).items()}
+        numbers = {name: np.int64(number) for name, number in place.items()}
         return call(q, window, positions, slab, rows, lengths, sink, **numbers)
 
     offered = dict(xla=xla, cuda=cuda)

@@ -87,11 +87,11 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             q, rows = jax.lax.map(one, jax.random.split(key, launches))
             return tuple(zip(q, rows))
 
-        def by_op(fixed, q, rows, implementation, heads_per_block=None, batch=batch):
+        def by_op(fixed, q, rows, implementation, batch=batch):
             slab, window, sink = fixed
             positions, lengths = jnp.full((batch, 1), 32_767, jnp.int32), jnp.full((batch, 1), top_k, jnp.int32)
             operands = q, window, positions, slab, rows, lengths, sink
-            static = dict(window_width=width, page_entries=ENTRIES, offset=0, row_step=step, heads_per_block=heads_per_block)
+            static = dict(window_width=width, page_entries=ENTRIES, offset=0, row_step=step)
             return sparse_attention.sparse_attention(*operands, **static, implementation=implementation)
 
         def by_model(fixed, q, rows):  # as the model does without the kernel
@@ -100,8 +100,8 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             keys = tuple(numbers_of(part, FP8)[0] for part in (window[:, None], packed))
             return sink_attention(q, keys, tuple(jnp.ones(key.shape[:3], bool) for key in keys), sink)
 
-        def launch(fixed, state, inputs, variant, by_op=by_op, **options):
-            return state, by_model(fixed, *inputs) if variant == "xla" else by_op(fixed, *inputs, variant, **options)
+        def launch(fixed, state, inputs, variant, by_op=by_op):
+            return state, by_model(fixed, *inputs) if variant == "xla" else by_op(fixed, *inputs, variant)
 
         def check(run, fixed=fixed, draw=draw, by_op=by_op):
             (inputs,) = draw(jax.random.key(3), 1)
@@ -109,8 +109,6 @@ def attention_cases(s: Sizes) -> Iterator[Case]:
             np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(want, np.float32), atol=0.05)
 
         variants = {v: functools.partial(launch, variant=v) for v in variants_of(sparse_attention)}
-        for most in sparse_attention.HEADS_PER_BLOCK if "cuda" in variants else ():
-            variants[f"cuda/{most}"] = functools.partial(launch, variant="cuda", heads_per_block=most)
         yield Case(
             "sparse_attention", f"B {batch}, {heads} heads, {width} + {top_k} keys", variants,
             lambda: jnp.zeros(()), draw, check,

@@ -17,17 +17,16 @@ from test_sparse_attention import (
     paged_inputs,
 )
 
-from pallas_kernels.sparse_attention import HEADS_PER_BLOCK, sparse_attention
+from pallas_kernels.sparse_attention import sparse_attention
 
 pytestmark = pytest.mark.gpu
 
 FLASH = Shape(requests=4, query_rows=1, heads=64, columns=512, width=128, ring=128, entries=64, pages=40, offset=37_440, step=320)
 
 
-@pytest.fixture(params=HEADS_PER_BLOCK, ids=lambda heads: f"blocks-of-{heads}")
-def attend(request):
-    implementation = need("cuda", "sparse_attention")
-    return functools.partial(sparse_attention, implementation=implementation, heads_per_block=request.param)
+@pytest.fixture
+def attend():
+    return functools.partial(sparse_attention, implementation=need("cuda", "sparse_attention"))
 
 
 @pytest.mark.parametrize(
@@ -50,17 +49,6 @@ def test_equals_numpy(attend, shape):
     assert_close(got, inputs.expected())
     assert not got[inputs.operands[2] < 0].any(), "padding gave other than zeros"
     np.testing.assert_array_equal(bits(got), bits(attend(*inputs.operands, **shape.place)))
-
-
-@pytest.mark.parametrize(("requests", "heads"), [(1, 16), (16, 16), (32, 32), (64, 64), (150, 64)])
-def test_the_default_spreads_few_queries_over_the_gpu(requests, heads):
-    """As measured on 132 multiprocessors: the fewest heads a block whose blocks run at once, two a query."""
-    need("cuda", "sparse_attention")
-    shape = Shape(**{**vars(FLASH), "requests": requests, "columns": 64})
-    inputs = paged_inputs(np.random.default_rng(requests), shape)
-    got, want = (sparse_attention(*inputs.operands, **shape.place, heads_per_block=given) for given in (None, heads))
-    assert_close(np.asarray(got), inputs.expected())
-    np.testing.assert_array_equal(bits(got), bits(want))
 
 
 def bits(array) -> np.ndarray:

@@ -6,18 +6,18 @@
 
 using hisparse::attention::Attending;
 using hisparse::attention::AttendKernel;
+using hisparse::attention::kHeads;
 using hisparse::attention::Shared;
 
 namespace {
 
-template <int kHeads>
 void Attend(const Attending& attending, unsigned num_rows, unsigned cluster, unsigned seed) {
   const unsigned head_blocks = (attending.num_heads + kHeads - 1) / kHeads;
   emulator::grid = {cluster, num_rows, head_blocks};
   for (unsigned z = 0; z < head_blocks; ++z) {
     for (unsigned y = 0; y < num_rows; ++y) {
       emulator::RunCluster(static_cast<int>(cluster), {0, y, z}, hisparse::attention::kThreads,
-                           sizeof(Shared<kHeads>), seed + y, [&] { AttendKernel<kHeads>(attending); });
+                           sizeof(Shared), seed + y, [&] { AttendKernel(attending); });
     }
   }
 }
@@ -25,7 +25,7 @@ void Attend(const Attending& attending, unsigned num_rows, unsigned cluster, uns
 }  // namespace
 
 // `sizes`: stride, offset, blocks, heads, R * T, T, W, window width, K, entries of a page, row step, blocks
-// of a cluster, heads of a block, seed.
+// of a cluster, seed.
 extern "C" void attend(const void* queries, const void* window, const void* positions, const void* slab,
                        const void* rows, const void* lengths, const void* sink, void* out,
                        const int64_t* sizes) {
@@ -50,7 +50,6 @@ extern "C" void attend(const void* queries, const void* window, const void* posi
                                size(9),
                                size(10),
                                hisparse::attention::kLog2E / sqrtf(hisparse::attention::kChannels)};
-  const auto run = size(12) == 64 ? Attend<64> : size(12) == 32 ? Attend<32> : Attend<16>;
-  run(attending, static_cast<unsigned>(size(4)), static_cast<unsigned>(size(11)),
-      static_cast<unsigned>(size(13)));
+  Attend(attending, static_cast<unsigned>(size(4)), static_cast<unsigned>(size(11)),
+         static_cast<unsigned>(size(12)));
 }

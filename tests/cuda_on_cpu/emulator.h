@@ -1,5 +1,5 @@
 // Enough of CUDA to run a kernel's source on a CPU: threads as coroutines, warps, barriers, clusters, copies
-// that are late. It stands in for CUDA's headers and for ffi/cuda_tiles.h.
+// and products that are late. It stands in for CUDA's headers, ffi/cuda_tiles.h and ffi/cuda_warpgroups.h.
 //
 // What it is for: indices, layouts and the order of things. Warps run in a random order and for a random
 // while, memory starts as NaN, and a copy's bytes arrive no sooner than they are waited for, so a missing
@@ -77,7 +77,8 @@ struct Thread {
   long round = 0;
   std::vector<std::vector<Copy>> groups;  // closed, the oldest first
   std::vector<Copy> open;
-  const void* given = nullptr;  // to what its warp does together
+  std::vector<std::function<void()>> products;  // in flight
+  const void* given = nullptr;                  // to what its warp does together
   void* taken = nullptr;
 };
 
@@ -103,6 +104,7 @@ inline Thread* current = nullptr;
 inline dim3 grid;
 inline ucontext_t scheduler;
 inline const std::function<void()>* kernel = nullptr;
+inline std::mt19937 random;
 
 inline void Yield() { swapcontext(&current->context, &scheduler); }
 
@@ -177,7 +179,7 @@ inline void RunCluster(int cluster_size, dim3 first, int threads, size_t shared_
     thread.context.uc_link = nullptr;
     makecontext(&thread.context, Entry, 0);
   }
-  std::mt19937 random(seed);
+  random.seed(seed);
   std::vector<Warp*> order;
   for (Warp& warp : warps) order.push_back(&warp);
   for (int turn = 0;; ++turn) {
@@ -286,6 +288,16 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return FromLane(value, static_cast<int>(threadIdx.x % 32) ^ mask);
 }
 
+inline bool __any_sync(unsigned, bool mine) {
+  bool any = false;
+  emulator::Together(&mine, &any, [](emulator::Warp& warp) {
+    bool all = false;
+    for (int lane = 0; lane < 32; ++lane) all |= emulator::GivenBy<bool>(warp, lane);
+    for (int lane = 0; lane < 32; ++lane) *emulator::TakenBy<bool>(warp, lane) = all;
+  });
+  return any;
+}
+
 struct __nv_bfloat162 {
   uint16_t x, y;
 };
@@ -357,28 +369,7 @@ inline uint32_t HalvesOf(uint32_t bits) {
   return emulator::HalfOf(bits & 0xff) | uint32_t{emulator::HalfOf(bits >> 8 & 0xff)} << 16;
 }
 
-template <bool kTransposed>
-void LoadEither(uint32_t (&to)[4], const uint4* from) {
-  emulator::Together(&from, to, [](emulator::Warp& warp) {
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int matrix = 0; matrix < 4; ++matrix) {
-        const auto number = [&](int row, int column) -> uint32_t {
-          if (kTransposed) std::swap(row, column);
-          return reinterpret_cast<const uint16_t*>(
-              emulator::GivenBy<const uint4*>(warp, 8 * matrix + row))[column];
-        };
-        const int row = lane / 4, column = lane % 4 * 2;
-        emulator::TakenBy<uint32_t>(warp, lane)[matrix] = number(row, column) | number(row, column + 1) << 16;
-      }
-    }
-  });
-}
-
-inline void LoadMatrices(uint32_t (&to)[4], const uint4* from) { LoadEither<false>(to, from); }
-inline void LoadTransposed(uint32_t (&to)[4], const uint4* from) { LoadEither<true>(to, from); }
-
-template <float (*kNumberOf)(uint16_t)>
-void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+inline void MultiplyF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   struct Given {
     const uint32_t* a;
     uint32_t b[2];
@@ -390,7 +381,7 @@ void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
       const int group = lane / 4, quad = lane % 4;
       for (int i = 0; i < 8; ++i) {  // two numbers a word
         const auto number = [&](uint32_t word) {
-          return kNumberOf(static_cast<uint16_t>(word >> i % 2 * 16));
+          return emulator::NumberOfHalf(static_cast<uint16_t>(word >> i % 2 * 16));
         };
         left[group + i / 2 % 2 * 8][quad * 2 + i % 2 + i / 4 * 8] = number(of_lane.a[i / 2]);
         if (i < 4) right[quad * 2 + i % 2 + i / 2 * 8][group] = number(of_lane.b[i / 2]);
@@ -405,14 +396,67 @@ void Multiply(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
   });
 }
 
-inline void MultiplyBf16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Multiply<emulator::NumberOf>(sum, a, b0, b1);
-}
-inline void MultiplyF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  Multiply<emulator::NumberOfHalf>(sum, a, b0, b1);
+inline float Relu(float x) { return std::isnan(x) ? x : max(x, 0.0f); }
+
+// What cuda_warpgroups.h has. A product reads its matrices when it begins, when it is waited for, or in
+// between.
+constexpr int kBlockColumns = 64, kBlockWords = 8;
+
+struct Matrix {
+  uint64_t byte, apart;  // of shared memory, and from one block to the next
+
+  Matrix operator+(int words) const { return {byte + words * sizeof(uint4), apart}; }
+};
+
+inline Matrix RowsOf(const uint4* block) {
+  const char* at = reinterpret_cast<const char*>(block);
+  return {static_cast<uint64_t>(at - emulator::current->block->shared()), 0};
 }
 
-inline float Relu(float x) { return std::isnan(x) ? x : max(x, 0.0f); }
+inline Matrix ColumnsOf(const uint4* block, int rows) {
+  return {RowsOf(block).byte, rows * kBlockWords * sizeof(uint4)};
+}
+
+inline void OpenProducts() {}
+
+inline void WaitForProducts() {
+  for (const auto& product : emulator::current->products) product();
+  emulator::current->products.clear();
+}
+
+// The number at a byte of shared memory, words exchanged as products have them.
+inline float NumberAt(uint64_t byte) {
+  uint16_t number;
+  std::memcpy(&number, emulator::current->block->shared() + (byte ^ (byte >> 7 & 7) << 4), sizeof(number));
+  return emulator::NumberOf(number);
+}
+
+template <bool kColumns, int kSums>
+void MultiplyEither(float (&sums)[kSums], Matrix a, Matrix b, bool adds) {
+  float* const to = sums;
+  emulator::current->products.push_back([=] {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
+    for (int i = 0; i < kSums; ++i) {
+      const uint64_t row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
+      if (!adds) to[i] = 0.0f;
+      for (uint64_t k = 0; k < 16; ++k) {
+        const uint64_t of_b =
+            kColumns ? column / 64 * b.apart + k * 128 + column % 64 * 2 : column * 128 + k * 2;
+        to[i] += NumberAt(a.byte + row * 128 + k * 2) * NumberAt(b.byte + of_b);
+      }
+    }
+  });
+  if (emulator::random() % 2) WaitForProducts();
+}
+
+inline void MultiplyRows(float (&sums)[32], Matrix a, Matrix b, bool adds) {
+  MultiplyEither<false>(sums, a, b, adds);
+}
+inline void MultiplyColumns(float (&sums)[128], Matrix a, Matrix b) {
+  MultiplyEither<true>(sums, a, b, true);
+}
+
+inline void Publish() {}
 
 }  // namespace hisparse
 
