@@ -15,6 +15,9 @@ KERNELS = (
     "sparse_attention",
 )  # fmt: skip
 
+HOPPER = ("sparse_attention",)
+"""Those with instructions of compute capability 9.0 alone."""
+
 _registered: set[str] = set()
 _loaders: list[Callable[[], object]] = []
 
@@ -35,11 +38,12 @@ def register(library: ctypes.CDLL) -> tuple[str, ...]:
 
 
 def registered() -> tuple[str, ...]:
-    """Names of the kernels that can be called: none where the library cannot be loaded."""
+    """Names of the kernels that can be called: none where no library can be loaded, those of `HOPPER` unless a GPU is another."""
     while _loaders:
         with contextlib.suppress(RuntimeError):
             _loaders.pop()()
-    return tuple(sorted(_registered))
+    capabilities = {device.compute_capability for device in jax.local_devices() if device.platform == "gpu"}
+    return tuple(sorted(name for name in _registered if name not in HOPPER or capabilities <= {"9.0"}))
 
 
 def target(name: str) -> str:
@@ -50,8 +54,9 @@ def target(name: str) -> str:
 def require(name: str) -> str:
     """`target(name)`, or the reason why there is none."""
     if name not in registered():
+        or_other = ", or a GPU here is no Hopper" if name in HOPPER else ""
         raise NotImplementedError(
-            f"implementation='cuda': {name} is not in a loaded library; build ffi/ with -DHISPARSE_CUDA=ON and call "
+            f"implementation='cuda': {name} is not in a loaded library{or_other}; build ffi/ with -DHISPARSE_CUDA=ON and call "
             "hisparse_jax.ffi.load_library(), or choose another implementation."
         )
     return target(name)
