@@ -7,10 +7,11 @@
 // the other, and the sums over its half of the channels. The blocks of a cluster share the tiles of one query
 // and put their sums together at the end, each for its own channels. Nothing depends on which block is done
 // first.
-//
-// Included after cuda_warpgroups.h, or after what stands in for it where no GPU is (tests/cuda_on_cpu).
 #ifndef HISPARSE_FFI_ATTEND_KERNEL_H_
 #define HISPARSE_FFI_ATTEND_KERNEL_H_
+
+#include "cuda_block.h"
+#include "cuda_warpgroups.h"
 
 namespace hisparse::attention {
 

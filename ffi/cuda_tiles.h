@@ -1,5 +1,5 @@
 // What kernels that multiply fp8 rows have in common, and need assembly for: bytes on their way to shared
-// memory, e4m3 numbers, products. Included by .cu files only.
+// memory, e4m3 numbers, products.
 #ifndef HISPARSE_FFI_CUDA_TILES_H_
 #define HISPARSE_FFI_CUDA_TILES_H_
 
@@ -11,6 +11,8 @@
 // clang-format on
 
 #include <cstdint>
+
+#include "cuda_memory.h"
 
 namespace hisparse {
 
@@ -47,12 +49,6 @@ __device__ __forceinline__ uint32_t HalvesOf(uint32_t bits) {
   uint32_t halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(bits)));
   return halves;
-}
-
-// The block's dynamic shared memory.
-__device__ __forceinline__ unsigned char* SharedMemory() {
-  extern __shared__ __align__(1024) unsigned char memory[];
-  return memory;
 }
 
 // sum += a b for 16 x 16 and 16 x 8 numbers of f16, as m16n8k16 has them in its lanes.

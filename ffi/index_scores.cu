@@ -2,11 +2,8 @@
 // pallas_kernels/ref.py.
 #include <algorithm>
 
-#include "cuda_block.h"
-#include "cuda_tiles.h"
-// clang-format off: it needs both
+#include "cuda_launch.h"
 #include "score_kernel.h"
-// clang-format on
 
 namespace hisparse {
 namespace {

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "cuda_launch.h"
 #include "resolve_kernel.h"
 
 namespace hisparse {
@@ -48,19 +49,10 @@ struct ResolveCall {
             counts->typed_data(),    num_homeless->typed_data(), new_slot_host->typed_data(),
             new_lru->typed_data()};
   }
-  Request request() const {
-    Request shape{static_cast<int>(topk.dimensions()[1]),
-                  static_cast<int>(refs()),
-                  static_cast<int>(resident.dimensions()[1]),
-                  static_cast<int>(hot.dimensions()[1]),
-                  static_cast<int>(lru.dimensions()[1]),
-                  5,  // eight places a reference, two beyond 2,048
-                  Divisor(topk.dimensions()[2]),
-                  Divisor(page_entries),
-                  static_cast<int>(row_step),
-                  static_cast<int>(num_host_blocks)};
-    while (shape.table_size() < std::min<int64_t>(8 * refs(), 2 * kMaxRefs)) ++shape.table_bits;
-    return shape;
+  Request request() const {  // of what `Prepare` has let pass
+    const auto size = [](const auto& buffer, int i) { return static_cast<int>(buffer.dimensions()[i]); };
+    return Request::Of(size(topk, 1), size(topk, 2), size(resident, 1), size(hot, 1), size(lru, 1),
+                       page_entries, static_cast<int>(row_step), static_cast<int>(num_host_blocks));
   }
 
   // Refuses what the kernel cannot hold, and has map and LRU order stand where the kernel updates them in

@@ -1,5 +1,5 @@
 // Where each selected entry stands, the swap-in plan, and the new map and LRU order. Rule and reference:
-// pallas_kernels/ref.py. Included by .cu files only.
+// pallas_kernels/ref.py.
 //
 // One block takes one request, all its query rows, and reads what it needs at once: indices and bounds, block
 // tables, hot region, map, LRU order. Tables too long for shared memory cost another trip for the blocks of

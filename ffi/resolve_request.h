@@ -1,11 +1,14 @@
 // What resolve_kernel.h works on: the shape of a request, operands and results, the table of wanted host
-// rows, and loads by a whole block. Included by .cu files only.
+// rows, and loads by a whole block.
 #ifndef HISPARSE_FFI_RESOLVE_REQUEST_H_
 #define HISPARSE_FFI_RESOLVE_REQUEST_H_
 
+#include <algorithm>
 #include <climits>
+#include <cstdint>
 
 #include "cuda_block.h"
+#include "cuda_memory.h"
 
 namespace hisparse {
 
@@ -39,6 +42,16 @@ struct Request {
   int table_bits;
   Divisor top_k, page_entries;
   int row_step, num_host_blocks;
+
+  static Request Of(int query_rows, int top_k, int pages, int hot_pages, int slots, int64_t page_entries,
+                    int row_step, int num_host_blocks) {
+    const int refs = query_rows * top_k;
+    int table_bits = 5;  // eight places a reference, two beyond 2,048
+    while (1 << table_bits < std::min(8 * refs, 2 * kMaxRefs)) ++table_bits;
+    return {query_rows, refs,           pages,          hot_pages,
+            slots,      table_bits,     Divisor(top_k), Divisor(page_entries),
+            row_step,   num_host_blocks};
+  }
 
   __host__ __device__ int table_size() const { return 1 << table_bits; }
   __host__ __device__ static int Padded(int count) {
@@ -104,32 +117,6 @@ struct Table {
     }
   }
 };
-
-// Loads that stay where they are written, so that they are on their way while other work is done.
-__device__ __forceinline__ int4 LoadEarly(const int4* from) {
-  int4 four;
-  asm volatile("ld.global.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-               : "l"(from));
-  return four;
-}
-__device__ __forceinline__ short4 LoadEarly(const short4* from) {
-  short4 four;
-  asm volatile("ld.global.v4.s16 {%0, %1, %2, %3}, [%4];"
-               : "=h"(four.x), "=h"(four.y), "=h"(four.z), "=h"(four.w)
-               : "l"(from));
-  return four;
-}
-__device__ __forceinline__ int LoadEarly(const int* from) {
-  int item;
-  asm volatile("ld.global.s32 %0, [%1];" : "=r"(item) : "l"(from));
-  return item;
-}
-__device__ __forceinline__ int LoadEarly(const bool* from) {
-  int item;
-  asm volatile("ld.global.u8 %0, [%1];" : "=r"(item) : "l"(from));
-  return item;
-}
 
 // Four neighbours from `first` on, -1 past the end.
 template <bool kPlain, typename Four, typename Item>

@@ -5,10 +5,11 @@
 // past them, sixteen at a time: what a lane loads is what it multiplies. e4m3 numbers are exact in f16, and
 // their products in f32. Which lane has which channels only permutes the terms of the sum, for keys and
 // queries alike: the four lanes of a key read 64 bytes of it side by side, then the next 64.
-//
-// Included after cuda_tiles.h, or after what stands in for it where no GPU is (tests/cuda_on_cpu).
 #ifndef HISPARSE_FFI_SCORE_KERNEL_H_
 #define HISPARSE_FFI_SCORE_KERNEL_H_
+
+#include "cuda_block.h"
+#include "cuda_tiles.h"
 
 namespace hisparse::scores {
 

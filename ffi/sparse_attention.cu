@@ -3,11 +3,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "cuda_block.h"
-#include "cuda_warpgroups.h"
-// clang-format off: it needs both
 #include "attend_kernel.h"
-// clang-format on
+#include "cuda_launch.h"
 
 namespace hisparse {
 namespace {

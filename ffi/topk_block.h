@@ -1,5 +1,5 @@
 // What the two top-k kernels are made of: keys, the part of a row that a block reads, counting by buckets,
-// the floor, bits. Included by .cu files only.
+// the floor, bits.
 //
 // Scores become keys whose unsigned order is theirs: NaN is -inf, -0.0 is 0.0. In registers they stay floats,
 // where one comparison with the floor passes over nearly all of them.

@@ -1,5 +1,4 @@
-// Top-k of rows longer than one block keeps, or that several blocks share: a cluster of 1 to 8. Included by
-// topk_select.cu.
+// Top-k of rows longer than one block keeps, or that several blocks share: a cluster of 1 to 8.
 //
 //   1. A block reads its part, in chunks; a floor (topk_block.h), which about k candidates reach.
 //   2. It reads the part again and lists those in shared memory. Too many (most scores equal, say): the
@@ -13,6 +12,7 @@
 #ifndef HISPARSE_FFI_TOPK_PARTS_H_
 #define HISPARSE_FFI_TOPK_PARTS_H_
 
+#include "cuda_memory.h"
 #include "topk_block.h"
 
 namespace hisparse {
@@ -35,7 +35,6 @@ __device__ __noinline__ void SelectExactly(const Part<Score> part, Range range, 
     }
   };
   for (int shift = 32; !range.whole && shift > 0;) {
-    __syncthreads();
 #pragma unroll 1
     for (int i = threadIdx.x; i < kBuckets; i += kThreads) counts[i] = 0;
     __syncthreads();
@@ -54,6 +53,16 @@ __device__ __noinline__ void SelectExactly(const Part<Score> part, Range range, 
   ForEachBit(bits, num_words, scratch.sums[0], [&](int place, int at) { emit(place, part.begin + at); });
 }
 
+constexpr size_t kMostShared = 200 * 1024;
+constexpr size_t kItemBytes = 2 * sizeof(uint32_t);  // of a list
+
+// Twice k, so that it holds what reaches the floor of random scores; 0 where k is too large for any list,
+// which a block alone can do without.
+inline int ListSize(int k, int num_ctas, size_t bits_bytes) {
+  const int fits = static_cast<int>((kMostShared - bits_bytes) / (kItemBytes * num_ctas)) / 4 * 4;
+  return fits < k ? 0 : std::min((std::max(2 * k, 1024) + 3) / 4 * 4, fits);
+}
+
 struct PartsShared {
   int counts[kFloorTurns + kTurns][kBuckets];  // the floor's, the list's
   BlockScratch scratch;
@@ -70,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     TopkSelectParts(const Score* __restrict__ scores, const int32_t* __restrict__ lengths,
                     int32_t* __restrict__ selected, int size, int k, int list_size) {
   __shared__ PartsShared shared;
-  extern __shared__ __align__(16) uint32_t dynamic[];
+  auto* const dynamic = reinterpret_cast<uint32_t*>(SharedMemory());
   const int thread = threadIdx.x, lane = thread % 32;
   const cg::cluster_group cluster = cg::this_cluster();
   const int num_blocks = static_cast<int>(cluster.num_blocks()),

@@ -2,6 +2,7 @@
 // Rows that one block holds go to topk_whole.h, longer ones, or those that a cluster shares, to topk_parts.h.
 #include <climits>
 
+#include "cuda_launch.h"
 #include "topk_parts.h"
 #include "topk_whole.h"
 
@@ -18,15 +19,6 @@ struct Arguments {
 };
 
 constexpr int kMaxCtas = 8;
-constexpr size_t kMostShared = 200 * 1024;
-constexpr size_t kItemBytes = 2 * sizeof(uint32_t);  // of a list
-
-// Twice k, so that it holds what reaches the floor of random scores; 0 where k is too large for any list,
-// which a block alone can do without.
-int ListSize(int k, int num_ctas, size_t bits_bytes) {
-  const int fits = static_cast<int>((kMostShared - bits_bytes) / (kItemBytes * num_ctas)) / 4 * 4;
-  return fits < k ? 0 : std::min((std::max(2 * k, 1024) + 3) / 4 * 4, fits);
-}
 
 template <typename Score, int kQuads>
 ffi::Error LaunchParts(Arguments a) {

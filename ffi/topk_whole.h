@@ -1,4 +1,4 @@
-// Top-k of rows of up to 8,192 candidates: one block keeps a row in registers. Included by topk_select.cu.
+// Top-k of rows of up to 8,192 candidates: one block keeps a row in registers.
 //
 //   1. The row is read once; its largest key.
 //   2. The keys of the four octaves below that are counted in 1,024 equal buckets (all others, where fewer

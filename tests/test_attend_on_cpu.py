@@ -9,7 +9,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from kernels_on_cpu import KERNELS, call, compiled
+from kernels_on_cpu import KERNELS, call, compiled, without
 from test_sparse_attention import (
     Shape,
     assert_close,
@@ -20,6 +20,7 @@ from test_sparse_attention import (
     paged_inputs,
 )
 
+HEADERS = "attend_kernel", "cuda_block"
 KERNEL = (KERNELS / "attend_kernel.h").read_text()
 EVERY, FIRST = ("__syncthreads();", "WaitForProducts();"), ("WaitForGroups<1>();", "blocks.sync();")
 NEEDED = [each for statement in EVERY for each in [statement] * KERNEL.count(statement)] + list(FIRST)
@@ -48,7 +49,7 @@ def attend(library, q, window, positions, slab, rows, lengths, sink, *, cluster:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory) -> ctypes.CDLL:
-    return compiled(tmp_path_factory.mktemp("kernel"), "attend", "attend_kernel")
+    return compiled(tmp_path_factory.mktemp("kernel"), "attend", *HEADERS)
 
 
 @pytest.mark.parametrize("cluster", [1, 2, 8])
@@ -72,10 +73,8 @@ class TestOnACpu:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(NEEDED)), ids=[f"{i}-{statement}" for i, statement in enumerate(NEEDED)])
 def test_a_missing_barrier_is_seen(tmp_path, number):
-    statement, before = NEEDED[number], NEEDED[:number].count(NEEDED[number]) + 1
-    parts = KERNEL.split(statement)
-    kernel = statement.join(parts[:before]) + ";" + statement.join(parts[before:])
-    broken = compiled(tmp_path, "attend", "attend_kernel", kernel)
+    statement, before = NEEDED[number], NEEDED[:number].count(NEEDED[number])
+    broken = compiled(tmp_path, "attend", *HEADERS, changed={"attend_kernel": without(KERNEL, statement, before)})
     shape = SHAPES["several tiles"]
     inputs = paged_inputs(np.random.default_rng(0), shape)
     runs = [attend(broken, *inputs.operands, **shape.place, cluster=2, seed=seed) for seed in range(8)]

@@ -168,6 +168,17 @@ def adversarial_steps(rng, num_steps, batch, query_rows, top_k, num_slots, num_p
     return tuple(jnp.asarray(np.stack(values), kind) for values, kind in zip(zip(*steps), kinds))
 
 
+def assert_outcome(of_request: dict[str, np.ndarray], outcome: oracle.Outcome) -> None:
+    """One request's results are the oracle's, padding and counts too."""
+    width = of_request["rows"].size
+    padded = outcome.plan + [(-1, -1, -1)] * (width - len(outcome.plan))
+    assert of_request["rows"].tolist() == outcome.rows
+    assert list(zip(*(of_request[name].reshape(-1).tolist() for name in ("host_rows", "dest_rows", "slots")))) == padded
+    assert of_request["num_misses"] == len(outcome.plan)
+    assert of_request["counts"].tolist() == list(outcome.counts.values())
+    assert of_request["num_homeless"] == outcome.num_homeless
+
+
 @pytest.mark.parametrize(
     ("query_rows", "top_k", "num_slots", "entries"),
     [(1, 8, 8, 4), (1, 8, 13, 4), (2, 6, 24, 8), (2, 4, 8, 4)],
@@ -189,15 +200,9 @@ def test_agrees_with_the_oracle_on_full_tables(query_rows, top_k, num_slots, ent
             outcome = oracle.step(
                 regions[b], *(table[b] for table in tables), entries=entries, row_step=row_step, num_host_blocks=num_host_blocks
             )
-            assert resolved.rows[t, b].tolist() == outcome.rows
+            assert_outcome({name: values[t, b] for name, values in vars(resolved).items()}, outcome)
             assert maps.slot_host[t, b].tolist() == regions[b].table
             assert maps.lru[t, b].tolist() == regions[b].order
-            width = query_rows * top_k
-            padded = outcome.plan + [(-1, -1, -1)] * (width - len(outcome.plan))
-            assert list(zip(*(x[t, b].tolist() for x in (resolved.host_rows, resolved.dest_rows, resolved.slots)))) == padded
-            assert resolved.num_misses[t, b] == len(outcome.plan)
-            assert resolved.counts[t, b].tolist() == list(outcome.counts.values())
-            assert resolved.num_homeless[t, b] == outcome.num_homeless
             seen += resolved.counts[t, b]
     assert (seen > 100).all() and resolved.num_homeless.sum() > 100  # every class occurs
 

@@ -11,7 +11,7 @@ from test_index_scores import assert_scores, check_a_nan_key, check_pages_that_a
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("kernel"), "score", "score_kernel")
+    return compiled(tmp_path_factory.mktemp("kernel"), "score", "score_kernel", "cuda_block")
 
 
 def score(library, slab, blocks, queries, weights, lengths, *, page_entries: int, offset: int, tiles: int, seed: int = 1):

@@ -1,8 +1,5 @@
 // The attention kernel for a caller from Python: ffi/sparse_attention.cu without a GPU.
-#include "emulator.h"
-// clang-format off: it needs what the emulator defines
 #include "attend_kernel.h"
-// clang-format on
 
 using hisparse::attention::Attending;
 using hisparse::attention::AttendKernel;

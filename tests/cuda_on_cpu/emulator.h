@@ -1,5 +1,7 @@
 // Enough of CUDA to run a kernel's source on a CPU: threads as coroutines, warps, barriers, clusters, copies
-// and products that are late. It stands in for CUDA's headers, ffi/cuda_tiles.h and ffi/cuda_warpgroups.h.
+// and products that are late. It stands in for CUDA's headers and for what of ffi/ is assembly.
+//
+// The files beside it have the names of what kernels include, and include this.
 //
 // What it is for: indices, layouts and the order of things. Warps run in a random order and for a random
 // while, memory starts as NaN, and a copy's bytes arrive no sooner than they are waited for, so a missing
@@ -19,16 +21,30 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __device__
 #define __global__
+#define __host__
 #define __forceinline__ inline
+#define __noinline__
+#define __restrict__
 #define __shared__ static  // blocks without a cluster run one after the other
 #define __launch_bounds__(...)
 
 struct dim3 {
   unsigned x = 1, y = 1, z = 1;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
+struct alignas(8) short4 {
+  int16_t x, y, z, w;
+};
+struct alignas(8) ushort4 {
+  uint16_t x, y, z, w;
 };
 struct uint2 {
   uint32_t x, y;
@@ -95,6 +111,7 @@ struct Cluster {
 struct Block {
   std::vector<uint4> memory;
   Barrier barrier;
+  int votes = 0, counted = 0;
   Cluster* cluster = nullptr;
 
   char* shared() { return reinterpret_cast<char*>(memory.data()); }
@@ -172,7 +189,7 @@ inline void RunCluster(int cluster_size, dim3 first, int threads, size_t shared_
     thread.warp = &warps[i / 32];
     thread.warp->lanes[i % 32] = &thread;
     thread.warp->barrier.members = 32;
-    thread.stack = std::make_unique<char[]>(kStack);
+    thread.stack = std::make_unique_for_overwrite<char[]>(kStack);
     getcontext(&thread.context);
     thread.context.uc_stack.ss_sp = thread.stack.get();
     thread.context.uc_stack.ss_size = kStack;
@@ -253,6 +270,16 @@ T __ldg(const T* from) {
   return *from;
 }
 
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+inline uint32_t __float_as_uint(float number) {
+  uint32_t bits;
+  std::memcpy(&bits, &number, sizeof(bits));
+  return bits;
+}
+
+inline int __clz(uint32_t bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline int __ffs(int bits) { return bits ? __builtin_ctz(static_cast<unsigned>(bits)) + 1 : 0; }
 
 inline float __uint_as_float(uint32_t bits) {
@@ -288,16 +315,74 @@ T __shfl_xor_sync(unsigned, T value, int mask) {
   return FromLane(value, static_cast<int>(threadIdx.x % 32) ^ mask);
 }
 
-inline bool __any_sync(unsigned, bool mine) {
-  bool any = false;
-  emulator::Together(&mine, &any, [](emulator::Warp& warp) {
-    bool all = false;
-    for (int lane = 0; lane < 32; ++lane) all |= emulator::GivenBy<bool>(warp, lane);
-    for (int lane = 0; lane < 32; ++lane) *emulator::TakenBy<bool>(warp, lane) = all;
-  });
-  return any;
+template <typename T>
+T __shfl_up_sync(unsigned, T value, int lanes) {
+  const int lane = threadIdx.x % 32;
+  return FromLane(value, max(lane - lanes, 0));
 }
 
+// All lanes get what `kOf` makes of their values, in their order.
+template <auto kOf, typename T>
+T OfWarp(T mine) {
+  T all = mine;
+  emulator::Together(&mine, &all, [](emulator::Warp& warp) {
+    T of_all = emulator::GivenBy<T>(warp, 0);
+    for (int lane = 1; lane < 32; ++lane) of_all = kOf(of_all, emulator::GivenBy<T>(warp, lane));
+    for (int lane = 0; lane < 32; ++lane) *emulator::TakenBy<T>(warp, lane) = of_all;
+  });
+  return all;
+}
+
+template <typename T>
+T __reduce_add_sync(unsigned, T mine) {
+  return OfWarp<[](T a, T b) { return a + b; }>(mine);
+}
+template <typename T>
+T __reduce_max_sync(unsigned, T mine) {
+  return OfWarp<[](T a, T b) { return max(a, b); }>(mine);
+}
+template <typename T>
+T __reduce_min_sync(unsigned, T mine) {
+  return OfWarp<[](T a, T b) { return min(a, b); }>(mine);
+}
+inline unsigned __ballot_sync(unsigned mask, bool mine) {
+  return __reduce_add_sync(mask, unsigned{mine} << threadIdx.x % 32);
+}
+inline bool __any_sync(unsigned mask, bool mine) { return __ballot_sync(mask, mine) != 0; }
+
+// How many of a block's threads say yes; nobody votes again before all have read it.
+inline int Votes(bool mine) {
+  emulator::Block& block = *emulator::current->block;
+  block.votes += mine;
+  emulator::Meet(block.barrier, [&] { block.counted = std::exchange(block.votes, 0); });
+  return block.counted;
+}
+inline bool __syncthreads_and(bool mine) { return Votes(mine) == emulator::current->block->barrier.members; }
+inline bool __syncthreads_or(bool mine) { return Votes(mine) > 0; }
+
+// Nothing runs between a coroutine's read and its write.
+template <typename T>
+T atomicAdd(T* at, T number) {
+  return std::exchange(*at, *at + number);
+}
+template <typename T>
+T atomicOr(T* at, T bits) {
+  return std::exchange(*at, *at | bits);
+}
+template <typename T>
+T atomicMin(T* at, T number) {
+  return std::exchange(*at, min(*at, number));
+}
+template <typename T>
+T atomicCAS(T* at, T expected, T number) {
+  return *at == expected ? std::exchange(*at, number) : *at;
+}
+
+struct __nv_bfloat16 {
+  uint16_t bits;
+
+  operator float() const { return emulator::NumberOf(bits); }
+};
 struct __nv_bfloat162 {
   uint16_t x, y;
 };
@@ -316,6 +401,10 @@ namespace cooperative_groups {
 
 struct cluster_group {
   void sync() const { emulator::Meet(emulator::current->block->cluster->barrier); }
+  unsigned num_blocks() const {
+    return static_cast<unsigned>(emulator::current->block->cluster->blocks.size());
+  }
+  unsigned block_rank() const { return emulator::current->block_index.x % num_blocks(); }
 
   template <typename T>
   T* map_shared_rank(T* mine, int rank) const {
@@ -331,7 +420,14 @@ inline cluster_group this_cluster() { return {}; }
 
 namespace hisparse {
 
-constexpr unsigned kAllLanes = 0xffffffffu;
+template <typename T>
+auto LoadEarly(const T* from) {
+  if constexpr (std::is_same_v<T, bool>) {
+    return int{*from};
+  } else {
+    return *from;
+  }
+}
 
 inline unsigned char* SharedMemory() {
   return reinterpret_cast<unsigned char*>(emulator::current->block->shared());

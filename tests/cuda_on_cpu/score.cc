@@ -1,8 +1,5 @@
 // The kernel of index scores for a caller from Python: ffi/index_scores.cu without a GPU.
-#include "emulator.h"
-// clang-format off: it needs what the emulator defines
 #include "score_kernel.h"
-// clang-format on
 
 using hisparse::scores::kScoreThreads;
 using hisparse::scores::kScoreWarps;
