@@ -68,7 +68,7 @@ struct Shared {
     uint4 weights[kHeads * kBlockWords];
     float4 exchange[2][4][kWarpgroup];  // before there are weights
   };
-  bool is_key[4][kKeys];                     // of the tile computed, the two on their way, and the last
+  bool is_key[4][kKeys];  // of the tile computed and the two on their way; four, for the remainder's sake
   float tops[2][kHeads], totals[2][kHeads];  // of each half of a tile's keys
   float top[kHeads], total[kHeads];          // at the end, for the cluster to read
 };

@@ -42,8 +42,16 @@ def registered() -> tuple[str, ...]:
     while _loaders:
         with contextlib.suppress(RuntimeError):
             _loaders.pop()()
-    capabilities = {device.compute_capability for device in jax.local_devices() if device.platform == "gpu"}
-    return tuple(sorted(name for name in _registered if name not in HOPPER or capabilities <= {"9.0"}))
+    return tuple(sorted(_registered if _registered.isdisjoint(HOPPER) or _is_hopper() else _registered.difference(HOPPER)))
+
+
+def _is_hopper() -> bool:
+    """Whether every GPU here is of compute capability 9.0. True where there is none: programs are compiled for others."""
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except (RuntimeError, AssertionError):  # no such backend, or none that starts: what needs one says so itself
+        return True
+    return all(device.compute_capability == "9.0" for device in devices)
 
 
 def target(name: str) -> str:

@@ -55,7 +55,7 @@ def sparse_attention(
     rows       of the slab, `block * row_step + slot`: row `slot` of the page at byte `offset` of `block`. -1, the null block and
                what lies beyond the slab or the page are no keys.
     lengths    columns of `rows` from there on are no keys, whatever they hold.
-    sink       one more score of each head, of no value: a query without any key gives zeros.
+    sink       one more score of each head, of no value: a query without any key gives zeros (NaN where the sink is -inf).
 
     Sums are float32. Probabilities are rounded to bf16 before the value product, by CUDA relative to a score so far that stands
     at most 8 / log2(e) below the largest.

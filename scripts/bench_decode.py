@@ -90,6 +90,7 @@ class Args:
     profile: bool = False
     """Also list what the GPU was busy with in one call of each run."""
     reclaim: str = "base"
+    """When history leaves in the tiered run; where nothing is lost it is always `base`, which gives nothing up before it must."""
     only: str = ""
     """Names of the runs to make, parted by commas; all where empty."""
     seed: int = 0
@@ -169,7 +170,10 @@ def most_held(args: Args, layout: CacheLayout, slab: int) -> int:
     counts = range(1, args.most_requests + 1)
     held = bisect.bisect_right(counts, slab, key=lambda count: batch_gpu_blocks(layout, growth(args, layout, count)))
     if not held:
-        raise ConfigError(f"--resident-requests {args.resident_requests} makes a slab of {slab} blocks, too small for the tiers.")
+        raise ConfigError(
+            f"--resident-requests {args.resident_requests} makes a slab of {slab} blocks, where no request decodes by --reclaim "
+            f"{args.reclaim} with {layout.num_hot_slots} hot slots; raise it or --context, or lower --hot-slots."
+        )
     return held
 
 
@@ -184,10 +188,10 @@ def plan(args: Args, model: ModelConfig) -> list[Run]:
         cache = dataclasses.replace(cache, chunk_tokens=64, rows="f32", page_entries=32)
     pages = plan_layout(model, dataclasses.replace(cache, host_blocks=2**20)).num_pages(limit)
 
-    def layout(requests: int, blocks: int, tiered: bool = True) -> CacheLayout:
+    def layout(requests: int, blocks: int, tiered: bool = True, **options: str) -> CacheLayout:
         sizes = dict(gpu_blocks=blocks, host_blocks=2 + requests * pages)
         slots = max(2, 1 << (requests - 1).bit_length())
-        return plan_layout(model, dataclasses.replace(cache, max_requests=slots, **sizes), tiered=tiered)
+        return plan_layout(model, dataclasses.replace(cache, max_requests=slots, **sizes, **options), tiered=tiered)
 
     def whole(requests: int) -> int:
         return 1 + requests * draft.growing_groups * pages
@@ -197,12 +201,12 @@ def plan(args: Args, model: ModelConfig) -> list[Run]:
     more = layout(held, whole(few))
     return [
         Run("resident", "resident", layout(few, whole(few), tiered=False), few),
-        Run("same-tiered", "tiered", layout(few, whole(few)), few),
+        Run("same-tiered", "tiered", layout(few, whole(few), reclaim="base"), few),
         Run("tiered", "tiered", more, held),
         Run("no-copies", "tiered", more, held, copies=False),
         Run("graph", "tiered", more, held, graph=True),
         Run("all-resident", "resident", layout(held, whole(held), tiered=False), held),
-        Run("all-tiered", "tiered", layout(held, whole(held)), held),
+        Run("all-tiered", "tiered", layout(held, whole(held), reclaim="base"), held),
     ]
 
 
@@ -382,10 +386,15 @@ def report(runs: dict[str, Run], args: Args) -> None:
 
 def main(args: Args) -> int:
     config = model_of(args)
-    if min(args.steps, args.calls, args.warmup + 1, args.seed + 1) < 1:
+    positive = ("steps", "calls", "context", "resident_requests", "most_requests")
+    if low := [name for name in positive if getattr(args, name) < 1]:
+        raise ConfigError(f"--{low[0].replace('_', '-')} {getattr(args, low[0])} must be positive.")
+    if min(args.warmup, args.seed) < 0:
+        raise ConfigError(f"--warmup {args.warmup} and --seed {args.seed} must not be negative.")
+    if args.selections == "traced" and args.context < (least := 3 * C4 * config.index_topk):
         raise ConfigError(
-            f"--steps {args.steps} and --calls {args.calls} must be positive, --warmup {args.warmup} and --seed {args.seed} not "
-            "negative."
+            f"--context {args.context} leaves a trace of selections nothing to miss; give {least} tokens or more, or "
+            "--selections scored."
         )
     if args.context + args.all_steps > config.max_position_embeddings:
         raise ConfigError(

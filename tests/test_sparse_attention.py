@@ -93,7 +93,7 @@ def paged_inputs(rng, shape: Shape) -> Inputs:
     lengths[0, 0], lengths[1, 0] = s.columns + 5, rng.choice([0, -3])
 
     start = rng.integers(0, 3 * s.ring, s.requests)
-    start[:2] = 2, s.ring
+    start[:2] = 0, s.ring
     positions = start[:, None] + np.arange(s.query_rows)
     positions[-1, -1] = -1
     window = np.full((s.requests, s.ring, 584), NAN_BYTE, np.uint8)
@@ -168,6 +168,14 @@ def check_no_key_at_all(attend) -> None:
     assert got[0].any() and not got[1].any()
 
 
+def check_no_sink(attend) -> None:
+    """A sink of -inf takes nothing, also where a block of a cluster has no key."""
+    shape = Shape(requests=3, query_rows=1, heads=9, width=5, ring=5, columns=3)
+    inputs = paged_inputs(np.random.default_rng(13), shape)
+    inputs.operands[-1][...] = -np.inf
+    assert_close(attend(*inputs.operands, **shape.place), inputs.expected())
+
+
 def check_a_nan_key(attend, shape: Shape) -> None:
     """A NaN in a key makes the queries that read it NaN, and no others."""
     inputs = paged_inputs(np.random.default_rng(3), shape)
@@ -221,6 +229,7 @@ def test_every_key_is_found():
 
 def test_a_query_without_any_key_gives_zeros():
     check_no_key_at_all(sparse_attention)
+    check_no_sink(sparse_attention)
 
 
 def test_which_shapes_the_kernel_takes():

@@ -14,6 +14,7 @@ from test_sparse_attention import (
     check_every_key,
     check_large_scores,
     check_no_key_at_all,
+    check_no_sink,
     paged_inputs,
 )
 
@@ -88,6 +89,7 @@ def test_every_key_is_found(attend, heads, width, columns):
 
 def test_a_query_without_any_key_gives_zeros(attend):
     check_no_key_at_all(attend)
+    check_no_sink(attend)
 
 
 @pytest.mark.parametrize("gib", [3, 5])

@@ -4,9 +4,10 @@
 // The files beside it have the names of what kernels include, and include this.
 //
 // What it is for: indices, layouts and the order of things. Warps run in a random order and for a random
-// while, memory starts as NaN, and a copy's bytes arrive no sooner than they are waited for, so a missing
-// barrier or wait shows as wrong numbers. What it is not for: speed, rounding of the last bit, and what only
-// the hardware does.
+// while, memory starts as NaN and becomes NaN when its block has left, and a copy or product takes place at
+// once or when it is waited for, so a missing barrier or wait shows as wrong numbers. What it is not for:
+// speed, rounding of the last bit, and what only the hardware does: which writes products see
+// (`Publish`, `OpenProducts`), and 32 bits where 64 are needed, as arrays are small here.
 #ifndef HISPARSE_TESTS_CUDA_ON_CPU_EMULATOR_H_
 #define HISPARSE_TESTS_CUDA_ON_CPU_EMULATOR_H_
 
@@ -77,6 +78,14 @@ struct Copy {
   const void* from;
   int bytes;
   bool is_there;
+
+  void Land() const {
+    if (is_there) {
+      std::memcpy(to, from, bytes);
+    } else {
+      std::memset(to, 0, bytes);
+    }
+  }
 };
 
 struct Warp;
@@ -111,11 +120,13 @@ struct Cluster {
 struct Block {
   std::vector<uint4> memory;
   Barrier barrier;
-  int votes = 0, counted = 0;
+  int votes = 0, counted = 0, running = 0;
   Cluster* cluster = nullptr;
 
   char* shared() { return reinterpret_cast<char*>(memory.data()); }
 };
+
+constexpr uint4 kNothing = {~0u, ~0u, ~0u, ~0u};
 
 inline Thread* current = nullptr;
 inline dim3 grid;
@@ -158,7 +169,13 @@ T* TakenBy(const Warp& warp, int lane) {
 
 inline void Entry() {
   (*kernel)();
+  for (const auto& group : current->groups) {
+    if (!group.empty()) Fail("a thread ends while copies are on their way");
+  }
   current->is_done = true;
+  if (--current->block->running == 0) {  // another block that reads its memory from now on reads NaN
+    std::fill(current->block->memory.begin(), current->block->memory.end(), kNothing);
+  }
   Yield();
   Fail("a thread went on after its end");
 }
@@ -175,8 +192,8 @@ inline void RunCluster(int cluster_size, dim3 first, int threads, size_t shared_
   std::vector<Thread> all(cluster_size * threads);
   cluster.barrier.members = static_cast<int>(all.size());
   for (Block& block : blocks) {
-    block.memory.assign((shared_bytes + 15) / 16, uint4{~0u, ~0u, ~0u, ~0u});
-    block.barrier.members = threads;
+    block.memory.assign((shared_bytes + 15) / 16, kNothing);
+    block.barrier.members = block.running = threads;
     block.cluster = &cluster;
     cluster.blocks.push_back(&block);
   }
@@ -438,7 +455,12 @@ void CopyAsync(void* to, const void* from, bool is_there) {
   if (reinterpret_cast<uintptr_t>(to) % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes) {
     emulator::Fail("a copy's address is no multiple of its size");
   }
-  emulator::current->open.push_back({to, from, kBytes, is_there});
+  const emulator::Copy copy = {to, from, kBytes, is_there};
+  if (emulator::random() % 2) {
+    copy.Land();
+  } else {
+    emulator::current->open.push_back(copy);
+  }
 }
 
 inline void CloseGroup() {
@@ -450,13 +472,7 @@ template <int kOpen>
 void WaitForGroups() {
   auto& groups = emulator::current->groups;
   while (groups.size() > kOpen) {
-    for (const emulator::Copy& copy : groups.front()) {
-      if (copy.is_there) {
-        std::memcpy(copy.to, copy.from, copy.bytes);
-      } else {
-        std::memset(copy.to, 0, copy.bytes);
-      }
-    }
+    for (const emulator::Copy& copy : groups.front()) copy.Land();
     groups.erase(groups.begin());
   }
 }
