@@ -4,7 +4,7 @@ Blocks leave at the head of the queue, oldest first, and come back at its tail. 
 so the order is policy, and a block may be taken back from the middle of the queue (`touch`): its item in the ring then goes
 stale and is passed over when it surfaces. Nothing here loops over single blocks.
 
-Source: hisparse.md section 4 (vLLM's block pool).
+Source: vLLM's block pool.
 """
 
 import jax

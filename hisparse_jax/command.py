@@ -1,6 +1,7 @@
 """What every script does around its `main`: options from the command line, an exit code, bad input told in one line."""
 
 import contextlib
+import math
 import os
 import pathlib
 import sys
@@ -16,6 +17,21 @@ from hisparse_jax.config import ConfigError
 from hisparse_jax.ffi import FfiError
 from hisparse_jax.prompts import PromptError
 from hisparse_jax.status import TierError
+
+
+def check_least(options: Any, **least: int) -> None:
+    """Raises `ConfigError` where an option is below the least that is given for it by name; None is no number."""
+    for name, bound in least.items():
+        value = getattr(options, name)
+        if value is not None and not value >= bound:
+            raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {bound}.")
+
+
+def to_bytes(flag: str, gib: float) -> int:
+    """Bytes of a number of GiB, of which `flag` takes more than 0 and up to 2^20."""
+    if not 0 < gib <= 2**20:
+        raise ConfigError(f"{flag} {gib} must be a number of GiB above 0, and at most 1,048,576.")
+    return max(1, math.floor(gib * 2**30))
 
 
 def run_command(main: Callable[[Any], int], options: type, description: str | None) -> NoReturn:

@@ -1,6 +1,6 @@
 """Who holds which block of which tier, and for how long: the ledger of the two tiers and its everyday transitions.
 
-Rules that hold after every call (hisparse.md 7.5 and 13): a page has a host block before it has a GPU block; a page stands on
+Rules that hold after every call: a page has a host block before it has a GPU block; a page stands on
 the GPU in all resident groups or in none; a request owns its whole hot region before its first page is lost; its last two
 pages are never lost. Giving pages up is in `reclaim.py` and `unpin.py`. No transition moves data: a plan says which bytes must
 move.
@@ -130,7 +130,7 @@ def admit(ledger: Ledger, slot: Int32[Array, ""], num_pages: Int32[Array, ""]) -
 
     Returns `(ledger, status)`: `OUT_OF_HOST_BLOCKS` and the request waits; `REFUSED` for a slot that is taken or outside
     0..B-1 and for a count outside 1..P. GPU blocks follow by `grow`. A host block is not clean: clear what the hot maps
-    remember of the slot's `host_table` before its first use. Source: hisparse.md 7.5 (a).
+    remember of the slot's `host_table` before its first use.
     """
     batch, max_pages = ledger.host_table.shape
     ok = is_vacant(ledger, slot) & (num_pages >= 1) & (num_pages <= max_pages)
@@ -202,7 +202,7 @@ def _take_regions(ledger: Ledger, requests: Bool[Array, " B"]) -> Ledger:
 def forget_reused(ledger: Ledger, before: BlockPool) -> Ledger:
     """Loses each un-pinned page of which a block was handed out since `before`: null in all groups, for every owner.
 
-    Due in the transition that takes GPU blocks, whatever for: what writes them comes after it. Source: hisparse.md 4, un-pin.
+    Due in the transition that takes GPU blocks, whatever for: what writes them comes after it.
     """
     handed_out = (before.references == 0) & (ledger.tables.pool.references > 0)
 
@@ -233,7 +233,7 @@ def finish(ledger: Ledger, slot: Int32[Array, ""]) -> tuple[Ledger, Int32[Array,
 
     Blocks under lease of a transfer in flight stay out of the free queues until its commit; those of un-pinned pages have been
     in theirs and keep their place. Returns `(ledger, status)`: `REFUSED`, and nothing changed, for a slot that is not taken or
-    outside 0..B-1. Source: hisparse.md 7.4, release.
+    outside 0..B-1.
     """
     batch = ledger.host_table.shape[0]
     taken, inside = look_up(ledger, slot)

@@ -22,6 +22,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from hisparse_jax import saving
+from hisparse_jax.config import ConfigError
 from hisparse_jax.drafts import Drafter
 from hisparse_jax.layout import CacheLayout
 from hisparse_jax.loop import ServingLoop
@@ -57,9 +58,9 @@ class EngineConfig:
 
     def __post_init__(self):
         if self.call_steps < 1 or self.patience < 1:
-            raise ValueError(f"call_steps={self.call_steps} and patience={self.patience} must be at least 1.")
+            raise ConfigError(f"call_steps={self.call_steps} and patience={self.patience} must be at least 1.")
         if not 0 <= self.growth_reserve <= 1:
-            raise ValueError(f"growth_reserve={self.growth_reserve} must lie in 0..1.")
+            raise ConfigError(f"growth_reserve={self.growth_reserve} must lie in 0..1.")
 
 
 class Engine:
@@ -72,7 +73,7 @@ class Engine:
         self.layout, self.config = layout, config or EngineConfig()
         settings, cached = self.config, layout.cache.cached_prefixes
         if settings.prefix_caching and not cached:
-            raise ValueError("prefix_caching=True needs places to cache in; plan the layout with cached_prefixes=1 or more.")
+            raise ConfigError("prefix_caching=True needs places to cache in; plan the layout with cached_prefixes=1 or more.")
         caching = settings.prefix_caching is not False
         runner = Runner(model, layout, call_steps=settings.call_steps, keep_logits=settings.keep_logits)
         self._scheduler = Scheduler(

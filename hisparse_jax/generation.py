@@ -20,6 +20,7 @@ import numpy as np
 from hisparse_jax import decode, ffi, resident
 from hisparse_jax.capacity import batch_gpu_blocks
 from hisparse_jax.config import ConfigError, ModelConfig
+from hisparse_jax.device_memory import check_slab_budget
 from hisparse_jax.host_memory import check_host_budget
 from hisparse_jax.layout import CacheLayout, plan_layout
 from hisparse_jax.model.blocks import DeepseekV4
@@ -148,6 +149,7 @@ def check_run(
             f"gpu_blocks={layout.gpu_blocks} is too small a slab: {_requests(lengths, max_new_tokens)} need {least} blocks at "
             f"once; raise gpu_blocks to {least} (or gpu_pool_bytes to {least * layout.stride:,}), or run fewer or shorter ones."
         )
+    check_slab_budget(layout)
     if twin == "tiered":
         check_host_budget(layout.host_bytes)
         ffi.load_library()

@@ -6,7 +6,7 @@
 An image holds all that its request needs to go on at any token: C4 pages, index keys, C128 entries, one snapshot of windows and
 compressor rings, and where it stands. It names no block: pages are in order, one array per cache and layer, so both sides
 choose ids of their own, and may differ in packing, pools and hot slots. What a request has not written is zero in its
-image, whoever had the block before. Bytes pass through the device, `CHUNK_PAGES` pages at a time. Source: hisparse.md 10.4.
+image, whoever had the block before. Bytes pass through the device, `CHUNK_PAGES` pages at a time.
 """
 
 import dataclasses

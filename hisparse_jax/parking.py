@@ -7,7 +7,7 @@
 Between two dispatches, in decode or between two chunks of prefill. C4 pages stay in the host pool and are not copied again; index
 keys and C128 entries go to parking pages, windows and compressor rings to one snapshot per place. Each call plans by a jitted
 transition, looks at its status, and then moves the bytes in one program of in-place page copies, ahead of any later writer of the
-blocks. Source: hisparse.md 10.3; nobody ships it.
+blocks. Nobody else ships it.
 """
 
 import functools

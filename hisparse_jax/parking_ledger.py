@@ -2,7 +2,7 @@
 
 A parked request keeps its C4 host blocks, which move with their references from the slot's table to the place's, and one
 parking block for each page of base groups. Everything on the GPU goes. It comes back to any free slot with the base pages, the
-newest C4 pages, and a hot region for the rest. Source: hisparse.md 10.3.
+newest C4 pages, and a hot region for the rest.
 """
 
 import jax

@@ -4,7 +4,7 @@ A link stands for a page and all before it: SHA-256 over the link of the page be
 chain hangs on a seed of the tenant's salt and of what makes caches incompatible, so that no two tenants, models or row formats
 ever have a link in common. A prefix that ends within a page has one more link, over the tokens there are.
 
-Source: hisparse.md 10.1; the cut at a branch is Marconi's rule for models with recurrent state (arXiv 2411.19379).
+Source: the cut at a branch is Marconi's rule for models with recurrent state (arXiv 2411.19379).
 """
 
 import collections

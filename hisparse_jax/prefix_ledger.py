@@ -7,8 +7,6 @@ place's own, for its request writes on in it; and whoever adopts it gets a host 
 **copy on write**. That page is restored to the GPU from the place's copy, ahead of any write, and its own host page is filled
 as that of any prompt page: by a backup once it is full, or at the end of the prompt, before decode mirrors rows into it. So
 no host page is copied to a host page.
-
-Source: hisparse.md 10.1 and 10.2.
 """
 
 import jax.numpy as jnp

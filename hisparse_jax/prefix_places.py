@@ -5,7 +5,7 @@
 
 Between two dispatches. Each plans by a jitted transition, looks at its status, and moves the bytes by the programs that park and
 resume. A prefix can be cached at any token that the request stands at, and only there: V4 goes on at a token with the windows and
-compressor rings as they were at that token, and those of earlier tokens are gone. Source: hisparse.md 10.1.
+compressor rings as they were at that token, and those of earlier tokens are gone.
 """
 
 import functools

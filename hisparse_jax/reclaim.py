@@ -1,6 +1,6 @@
 """Which pages to give up when blocks are short (`reclaim`), or as soon as they may go (`release_history`).
 
-Source: hisparse.md 7.4, the base rule of vLLM's first version.
+Source: the base rule of vLLM's first HiSparse.
 """
 
 import jax

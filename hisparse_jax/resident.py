@@ -13,6 +13,7 @@ from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
 from hisparse_jax.block_tables import BlockTables, append_pages, free_request, init_tables
+from hisparse_jax.device_memory import check_slab_budget
 from hisparse_jax.entries import EntryCache, Selection, rows_of
 from hisparse_jax.layer_state import LayerState, init_layer_states
 from hisparse_jax.layout import CacheLayout
@@ -68,7 +69,8 @@ class ResidentState(struct.PyTreeNode):
 
 
 def init_state(layout: CacheLayout) -> ResidentState:
-    """An empty cache of `layout`."""
+    """An empty cache of `layout`; `ConfigError` where its slab exceeds the device."""
+    check_slab_budget(layout)
     batch = layout.cache.max_requests
     state = ResidentState(
         sequences=init_sequences(batch),

@@ -2,7 +2,7 @@
 
 A transfer is *enqueued* when its copy stands in the stream of the step, *completed* when the bytes are on the host. A page
 promised to the pool (`release_after`) leaves the GPU as soon as its copy allows; a request without a hot region gets it in the
-same step in which its promised pages leave, or keeps them. Source: hisparse.md 7.2 and 7.3.
+same step in which its promised pages leave, or keeps them.
 """
 
 import jax

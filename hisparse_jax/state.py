@@ -5,6 +5,7 @@ from flax import struct
 from jaxtyping import Array, Int32, UInt8
 
 from hisparse_jax.coordinator import Ledger, init_ledger
+from hisparse_jax.device_memory import check_slab_budget
 from hisparse_jax.host_memory import check_host_budget, make_host_pool
 from hisparse_jax.hot_map import HotMap, init_hot_map
 from hisparse_jax.layer_state import LayerState, init_layer_states
@@ -33,7 +34,8 @@ class TieredState(struct.PyTreeNode):
 
 
 def init_state(layout: CacheLayout) -> TieredState:
-    """An empty cache of `layout`. Host memory, that of the parking included, is checked before any of it is taken."""
+    """An empty cache of `layout`. Slab and host memory, that of the parking included, are checked before any of it is taken."""
+    check_slab_budget(layout)
     check_host_budget(layout.host_bytes + layout.parking_bytes)
     pools = tuple(make_host_pool(layout.host_blocks, layout.page_bytes) for _ in layout.model.c4_layers)
     rest = committed(assemble_state(layout, jnp.zeros((layout.gpu_blocks, layout.stride), jnp.uint8), ()))

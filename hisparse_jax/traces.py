@@ -5,7 +5,7 @@ left a buffer of S slots (misses), and the rest from between, the recent ones mo
 changes it, so a buffer of S slots misses exactly what was drawn as a miss, from the first step on if it starts with
 `Trace.held`; smaller buffers miss more, larger ones less.
 
-Source: `spec/hisparse.md` 14, the compressed cache with K = 512: step-to-step retention 66.4 %, misses by buffer size.
+Source: published measurements of a compressed cache with K = 512: step-to-step retention 66.4 %, misses by buffer size.
 """
 
 import dataclasses

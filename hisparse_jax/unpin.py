@@ -4,7 +4,7 @@ A page is *clean* when its host copy is complete and no copy of it is under way.
 owns its hot region are un-pinned: their blocks join the free queue and count as free, while the table goes on naming them, so
 that a selected entry of theirs is still a resident hit. They are lost when a block of theirs is handed out
 (`coordinator.forget_reused`), in the transition that does it. Victims are what the free queue yields next: no scoring, no copy,
-no search. Source: hisparse.md 4 and 7.5.
+no search. Source: vLLM's plan for un-pinned pages.
 """
 
 import jax

@@ -18,7 +18,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from pallas_kernels import cuda_kernels, ref
 from pallas_kernels.host_pool import by_platform, on_device_view
-from pallas_kernels.windows import clear_window, common_alignment, copy_window, row_parts
+from pallas_kernels.windows import check_page, clear_window, common_alignment, copy_window, row_parts
 
 PROGRAMS = {"pallas": 1_056, "cuda": 66}
 """Programs that share a plan, Pallas of one warpgroup, CUDA of eight warps. By CUDA 66 saturate an H200's link: 16 to 264 of any
@@ -96,7 +96,7 @@ def gather_rows(
     `r % row_step` of the page that starts at byte `offset` of the block (a compact staging buffer: offset 0, row_step
     page_entries). Slot s of a page: values at `value_bytes * s`, scales at `value_bytes * page_entries + scale_bytes * s`.
     -1 in either list: nothing. A host row beyond the pool fills its destination with zeros; a row beyond `dest` is dropped.
-    Rows of `dest_rows` must be distinct.
+    Rows of `dest_rows` must be distinct. Raises `ValueError` where a page leaves its block.
 
     `lengths` helps to share the work: the items are L lists of `M / L`, and list l wants its first `lengths[l]` at most; the rest
     must be -1. `num_programs` defaults to `PROGRAMS` of the implementation; `warps` (1 to 32, 8 with 4 rows) and
@@ -106,6 +106,8 @@ def gather_rows(
     static = dict(page_entries=page_entries, offset=offset, row_step=row_step)
     if not host_rows.size:
         return dest
+    check_page("the pool", pool.shape[1], value_bytes, scale_bytes, page_entries)
+    check_page("the destination", dest.shape[1], value_bytes, scale_bytes, page_entries, offset)
     if lengths is not None and (lengths.size == 0 or host_rows.size % lengths.size):
         raise ValueError(f"{host_rows.size} items cannot be {lengths.size} lists of one length.")
 

@@ -16,6 +16,7 @@ from pallas_kernels import cuda_kernels, host_pool
 from pallas_kernels.gather_rows import gather_rows
 from pallas_kernels.ref import Resolution
 from pallas_kernels.resolve_topk import MAX_REFERENCES, MAX_SLOTS, resolve_topk, result_types
+from pallas_kernels.windows import check_page
 
 MAX_VALUE_BYTES, WORD_BYTES = 1_024, 16
 """Of the CUDA kernel: the longest row it copies, and in words of what size."""
@@ -75,6 +76,8 @@ def resolve_and_gather(
     static = dict(page_entries=page_entries, row_step=row_step)
     row = dict(value_bytes=value_bytes, scale_bytes=scale_bytes, offset=offset)
     operands = (pool, slab, topk, num_entries, row_valid, first_new, resident, host, hot, slot_host, lru)
+    check_page("the pool", pool.shape[1], value_bytes, scale_bytes, page_entries)
+    check_page("the slab", slab.shape[1], value_bytes, scale_bytes, page_entries, offset)
     if num_host_blocks > pool.shape[0]:
         raise ValueError(f"{num_host_blocks=} exceeds the {pool.shape[0]} blocks of the pool.")
 

@@ -14,7 +14,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from pallas_kernels import cuda_kernels, ref
 from pallas_kernels.host_pool import by_platform, like, on_device_view
-from pallas_kernels.windows import common_alignment, copy_window, row_parts
+from pallas_kernels.windows import check_page, common_alignment, copy_window, row_parts
 
 
 def _kernel(rows, host_rows, pool, *, parts, page_entries: int, align: int):
@@ -44,10 +44,12 @@ def store_entry(
 
     Host row g: block `g // page_entries`, slot `g % page_entries`, values and scales as `gather_rows` finds them. -1 and
     rows beyond the pool are skipped; the others must be distinct. A later read must depend on the result.
+    Raises `ValueError` where a page leaves its block.
     """
     static = dict(page_entries=page_entries)
     if not host_rows.size:
         return pool
+    check_page("the pool", pool.shape[1], value_bytes, scale_bytes, page_entries)
 
     def xla(pool, rows, host_rows):
         stored = ref.store_entry(

@@ -25,6 +25,16 @@ def row_parts(value_bytes: int, scale_bytes: int, page_entries: int) -> tuple[tu
     return tuple(part for part in parts if part[2])
 
 
+def check_page(what: str, block_bytes: int, value_bytes: int, scale_bytes: int, page_entries: int, offset: int = 0) -> None:
+    """Raises `ValueError` unless a page of `page_entries` rows at byte `offset` stays in its block."""
+    end = offset + page_entries * (value_bytes + scale_bytes)
+    if page_entries < 1 or offset < 0 or end > block_bytes:
+        raise ValueError(
+            f"a page of {page_entries=} rows of {value_bytes} + {scale_bytes} bytes at byte {offset} does not stand in a block "
+            f"of {what}, which has {block_bytes} bytes; give the place that the layout has."
+        )
+
+
 def read_windows(
     array: UInt8[Array, "N stride"], blocks: Int32[Array, "*places"], starts: Int32[Array, "*places"], width: int
 ) -> UInt8[Array, "*places {width}"]:

@@ -43,7 +43,7 @@ from rich.table import Table
 
 from hisparse_jax import decode, resident
 from hisparse_jax.capacity import batch_gpu_blocks
-from hisparse_jax.command import run_command
+from hisparse_jax.command import check_least, run_command
 from hisparse_jax.config import C4, CacheConfig, ConfigError, ModelConfig, preset
 from hisparse_jax.generation import random_model
 from hisparse_jax.layout import CacheLayout, plan_layout
@@ -386,11 +386,7 @@ def report(runs: dict[str, Run], args: Args) -> None:
 
 def main(args: Args) -> int:
     config = model_of(args)
-    positive = ("steps", "calls", "context", "resident_requests", "most_requests")
-    if low := [name for name in positive if getattr(args, name) < 1]:
-        raise ConfigError(f"--{low[0].replace('_', '-')} {getattr(args, low[0])} must be positive.")
-    if min(args.warmup, args.seed) < 0:
-        raise ConfigError(f"--warmup {args.warmup} and --seed {args.seed} must not be negative.")
+    check_least(args, steps=1, calls=1, context=1, resident_requests=1, most_requests=1, warmup=0, seed=0)
     if args.selections == "traced" and args.context < (least := 3 * C4 * config.index_topk):
         raise ConfigError(
             f"--context {args.context} leaves a trace of selections nothing to miss; give {least} tokens or more, or "

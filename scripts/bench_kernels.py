@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hisparse_jax import ffi
-from hisparse_jax.command import run_command
+from hisparse_jax.command import check_least, run_command
 from hisparse_jax.config import ConfigError
 from pallas_kernels import cuda_kernels
 
@@ -196,6 +196,7 @@ def _later(variant: str) -> int:
 
 
 def main(args: Args) -> int:
+    check_least(args, samples=1, launches=1, budget=0, seed=0)
     if args.options not in OPTIONS:
         raise ConfigError(f"--options {args.options} is unknown; choose from {', '.join(OPTIONS)}.")
     if args.quick:

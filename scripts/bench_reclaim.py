@@ -25,7 +25,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hisparse_jax.command import run_command
+from hisparse_jax.command import check_least, run_command
 from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.generation import Generation, compare, generate, least_gpu_blocks, random_model, resident_layout
 from hisparse_jax.layout import CacheLayout, plan_layout
@@ -59,6 +59,9 @@ class Args:
 
 
 def main(args: Args) -> int:
+    check_least(args, seed=0, tokens=1, steps=1)
+    if not args.policies or not args.shares:
+        raise ConfigError("--policies and --shares need a value each.")
     if args.samples < 1 or args.requests < 1 or not all(0 <= share <= 1 for share in args.shares):
         raise ConfigError(f"samples={args.samples} and requests={args.requests} must be positive, shares={args.shares} in 0..1.")
     prompts = make_prompts(args)

@@ -32,7 +32,7 @@ from rich.table import Table
 
 from hisparse_jax.checkpoint import load_checkpoint
 from hisparse_jax.checkpoint_files import config_path
-from hisparse_jax.command import run_command
+from hisparse_jax.command import run_command, to_bytes
 from hisparse_jax.config import CacheConfig, ConfigError, ModelConfig, load_model_config, preset
 from hisparse_jax.generation import (
     Generation,
@@ -150,9 +150,8 @@ def plan(args: Args, config: ModelConfig, prompts: list[list[int]]) -> CacheLayo
     """The layout: a slab with room for the prompts' index keys and C128 entries, and for a share of the rest."""
     if args.steps < 1:
         raise PromptError(f"--steps {args.steps} must be at least 1.")
-    for flag, value in (("--slab-share", args.slab_share), ("--host-gib", args.host_gib)):
-        if value is not None and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} {value} must be a positive number.")
+    if not 0 < args.slab_share < math.inf:
+        raise ConfigError(f"--slab-share {args.slab_share} must be a positive number.")
     longest = min(8_192, config.max_position_embeddings) if args.max_model_len is None else args.max_model_len
     batch = max(2, 1 << (len(prompts) - 1).bit_length())
     pages = sum(-(-min(len(p) + args.steps, longest) // 256) for p in prompts)
@@ -160,7 +159,7 @@ def plan(args: Args, config: ModelConfig, prompts: list[list[int]]) -> CacheLayo
         max_model_len=longest, max_requests=batch, gpu_blocks=2 if args.gpu_blocks is None else args.gpu_blocks,
         num_hot_slots=args.hot_slots, rows=args.rows, index_keys=args.index_keys, rule=args.rule, backup=args.backup,
         reclaim=args.reclaim, host_blocks=3 + pages + longest // 256 if args.host_gib is None else None,
-        host_pool_bytes=None if args.host_gib is None else max(1, math.floor(args.host_gib * 2**30)),
+        host_pool_bytes=None if args.host_gib is None else to_bytes("--host-gib", args.host_gib),
     )  # fmt: skip
     layout = plan_layout(config, cache)
     check_input(prompts, layout, **run_options(args))

@@ -8,15 +8,14 @@ device. Tables for people go to stderr; the last line of stdout is JSON.
 
 import dataclasses
 import json
-import math
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hisparse_jax import capacity
-from hisparse_jax.command import run_command
-from hisparse_jax.config import CacheConfig, ConfigError, preset
+from hisparse_jax.command import run_command, to_bytes
+from hisparse_jax.config import CacheConfig, preset
 from hisparse_jax.layout import CacheLayout, plan_layout
 
 stderr = Console(stderr=True)
@@ -66,12 +65,6 @@ def plan(args: Args) -> CacheLayout:
         rule=args.rule,
     )
     return plan_layout(preset(args.model), cache)
-
-
-def to_bytes(flag: str, gib: float) -> int:
-    if not (math.isfinite(gib) and gib > 0):
-        raise ConfigError(f"{flag}={gib} must be a positive number of GiB.")
-    return int(gib * 2**30)
 
 
 def summary(layout: CacheLayout) -> dict[str, Any]:

@@ -11,10 +11,10 @@ import json
 import pathlib
 
 import matplotlib
-import tyro
 
 from hisparse_jax import capacity
-from hisparse_jax.config import CacheConfig, preset
+from hisparse_jax.command import run_command, to_bytes
+from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.layout import CacheLayout, plan_layout
 
 matplotlib.use("agg")
@@ -38,12 +38,15 @@ class Args:
 
 def layout_for(args: Args, rule: str, tokens: int) -> CacheLayout:
     cache = CacheConfig(
-        max_model_len=tokens, gpu_pool_bytes=int(args.hbm_gib * 2**30), host_pool_bytes=int(args.host_gib * 2**30), rule=rule
-    )
+        max_model_len=tokens, gpu_pool_bytes=to_bytes("--hbm-gib", args.hbm_gib), rule=rule,
+        host_pool_bytes=to_bytes("--host-gib", args.host_gib),
+    )  # fmt: skip
     return plan_layout(preset(args.model), cache)
 
 
-def main(args: Args) -> None:
+def main(args: Args) -> int:
+    if not args.out.parent.is_dir():
+        raise ConfigError(f"--out {args.out}: there is no folder {args.out.parent}; make it first.")
     figure, (memory, requests) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     rows = []
     for rule, style in (("searched", "-"), ("base", "--")):
@@ -68,10 +71,10 @@ def main(args: Args) -> None:
         axes.grid(alpha=0.3)
     memory.legend(fontsize=8)
     figure.suptitle(f"{args.model}, fp8 rows, {args.host_gib:g} GiB of host pools: planned, not measured", fontsize=10)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.out, dpi=130)
     print(json.dumps({"out": str(args.out), "rows": rows}))
+    return 0
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_command(main, Args, __doc__)

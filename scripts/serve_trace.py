@@ -29,7 +29,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from hisparse_jax.command import run_command
+from hisparse_jax.command import check_least, run_command
 from hisparse_jax.config import ConfigError, preset
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
 from hisparse_jax.generation import random_model
@@ -113,11 +113,7 @@ def main(args: Args) -> int:
 
 def check(args: Args) -> None:
     """Raises `ConfigError` for what no trace could be made of."""
-    for name in ("requests", "prompt_tokens", "new_tokens", "rounds", "every"):
-        if getattr(args, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1.")
-    if not args.gap >= 0:
-        raise ConfigError(f"--gap {args.gap} must not be negative.")
+    check_least(args, requests=1, prompt_tokens=1, new_tokens=1, rounds=1, every=1, gap=0, seed=0)
     if not args.oversubscribe > 0:
         raise ConfigError(f"--oversubscribe {args.oversubscribe} must be positive.")
 

@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from hisparse_jax.capacity import min_gpu_blocks
-from hisparse_jax.command import run_command
+from hisparse_jax.command import check_least, run_command
 from hisparse_jax.config import CacheConfig, ConfigError, preset
 from hisparse_jax.drafts import Drafter, prompt_lookup
 from hisparse_jax.engine import End, Engine, EngineConfig, Handle
@@ -109,6 +109,9 @@ class CallbackError(Exception):
 
 
 def main(args: Args) -> int:
+    check_least(args, requests=0, transitions=0, steps=1, seed=0)
+    if not args.requests and not args.transitions:
+        raise ConfigError("--requests 0 and --transitions 0 leave nothing to test.")
     breaches, result = [], {}
     if args.transitions:
         from random_transitions import walk

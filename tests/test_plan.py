@@ -274,9 +274,9 @@ def test_the_script_takes_the_other_flags():
     [
         ({"model": "v3"}, "model 'v3' is unknown; presets are"),
         ({"rule": "best"}, "rule='best' is unknown; choose from searched, base"),
-        ({"hbm_gib": 0.0}, "--hbm-gib=0.0 must be a positive number"),
-        ({"hbm_gib": float("nan")}, "--hbm-gib=nan must be a positive number"),
-        ({"host_gib": float("inf")}, "--host-gib=inf must be a positive number"),
+        ({"hbm_gib": 0.0}, "--hbm-gib 0.0 must be a number of GiB"),
+        ({"hbm_gib": float("nan")}, "--hbm-gib nan must be a number of GiB"),
+        ({"host_gib": float("inf")}, "--host-gib inf must be a number of GiB"),
         ({"host_gib": 0.25}, "max_model_len=131072 needs 514"),
         ({"hbm_gib": 1e-6}, "no allocatable blocks, host=174805, gpu=0"),
         ({"hot_slots": 100}, "num_hot_slots=100 holds 100, one transaction needs 512"),

@@ -45,7 +45,7 @@ def test_the_same_trace_live_and_plain(capsys, monkeypatch, tmp_path):
     ("arguments", "words"),
     [
         (("--reclaim", "lazy"), "choose from base, eager, unpin"),
-        (("--gap", -1), "--gap -1.0 must not be negative"),
+        (("--gap", -1), "--gap -1.0 must be at least 0"),
         (("--requests", 0), "--requests 0 must be at least 1"),
         (("--metrics-file", "/no/such/folder/x"), "cannot be written"),
         (("--colour", "red"), "--colour"),
