@@ -108,10 +108,13 @@ def topk_select(
     Exact. Ties go to the lower entry number; -0.0 equals 0.0; NaN ranks with -inf. A row with fewer than `k` candidates
     selects all of them. Columns from `lengths` on may hold anything. A length outside 0..N counts as the nearest bound.
 
+    Raises `ValueError` where `k` is negative or `lengths` are not one a row.
     `tile` (a power of two) and `num_warps` shape the Pallas program, `ctas_per_row` (1 to 8) the CUDA one; `interpret=True`
     runs the Pallas program on a CPU.
     """
     *rows, size = scores.shape
+    if k < 0 or lengths.shape != tuple(rows):
+        raise ValueError(f"{k=} must not be negative, and lengths have a number for each of {rows} rows, not {lengths.shape}.")
     num_rows = int(np.prod(rows))
     if not (num_rows and size and k):
         return jnp.full((*rows, k), ref.MISS, jnp.int32)

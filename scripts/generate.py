@@ -102,7 +102,8 @@ def main(args: Args) -> int:
     layout = plan(args, config, prompts)
     check_run(prompts, layout, **run_options(args))
     model = DeepseekV4(config, load_weights(args, config))
-    stderr.print(describe(layout, prompts))
+    weights = f"random, seed {args.seed}" if args.checkpoint is None else str(args.checkpoint)
+    stderr.print(describe(layout, prompts, weights))
     tiered, resident = run_twins(args, model, prompts, layout)
     verdict = compare(tiered, resident)
     stderr.print(page_table(tiered, names), reference_table(tiered, names), layer_table(tiered, layout), sep="\n")
@@ -229,7 +230,7 @@ def table_of(title: str, *columns: str) -> Table:
     return table
 
 
-def describe(layout: CacheLayout, prompts: list[list[int]]) -> Table:
+def describe(layout: CacheLayout, prompts: list[list[int]], weights: str) -> Table:
     """What the budgets became."""
     table = table_of(f"layout: {layout.cache.rule} rule, {layout.cache.rows} rows", "tier", "blocks", "bytes", "holds")
     groups = " | ".join(", ".join(str(p.layer) for p in group) for group in layout.resident_groups)
@@ -240,7 +241,7 @@ def describe(layout: CacheLayout, prompts: list[list[int]]) -> Table:
         ("hot region", layout.hot_blocks, hot_bytes, f"hot slots a request: {layout.num_hot_slots}; in the slab"),
     ):
         table.add_row(tier, f"{blocks:,}", f"{mib(size)} MiB", holds)
-    table.caption = f"prompts: {len(prompts)}, of {', '.join(f'{len(p):,}' for p in prompts)} tokens"
+    table.caption = f"weights: {escape(weights)}; prompts: {len(prompts)}, of {', '.join(f'{len(p):,}' for p in prompts)} tokens"
     return table
 
 
@@ -303,7 +304,8 @@ def say(verdict: Verdict, run: Generation) -> str:
     count = sum(logits.size for logits in run.logits)
     colour = "green" if verdict.equal else "red"
     tokens, bits = (("equal", "different")[not same] for same in (verdict.tokens_equal, verdict.logits_bit_equal))
-    said = f"{sampled} tokens {tokens}; {count:,} logits {bits}, bit for bit"
+    lost, pages = sum(r.pages_lost for r in run.reports), sum(r.pages_lost + r.pages_resident for r in run.reports)
+    said = f"{sampled} tokens {tokens}; {count:,} logits {bits}, bit for bit; {lost} of {pages} pages had left the GPU"
     return f"[bold {colour}]verdict, tiered against fully resident: {said}[/]"
 
 

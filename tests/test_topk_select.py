@@ -85,6 +85,11 @@ def test_the_pallas_kernel_agrees_with_the_reference(size, k, tile):
         chex.assert_trees_all_equal(result, expected)
 
 
+def test_refuses_what_selects_nothing_sensible():
+    with pytest.raises(ValueError, match="k=-1 must not be negative"):
+        topk_select(jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32), -1)
+
+
 def test_refuses_an_unknown_implementation():
     with pytest.raises(ValueError, match="implementation='mosaic' is unknown; choose from 'xla', 'pallas', 'cuda', or None"):
         topk_select(jnp.zeros((1, 4)), jnp.array([4]), 2, implementation="mosaic")
