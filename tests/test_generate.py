@@ -157,7 +157,7 @@ def refused(capsys, tmp_path, *arguments) -> str:
             ("--host-gib", 0.00018),
             "host_blocks=11 is too small a host pool: 3 requests of 2,990 tokens in all need 15, one a page and",
         ),
-        (("--host-gib", 0), "--host-gib 0.0 must be a positive number"),
+        (("--host-gib", 0), "--host-gib 0.0 must be a number of GiB above 0"),
         (("--temperature", -1), "temperature=-1.0 must be a finite number and not negative; 0 is greedy"),
         (("--temperature", "nan"), "temperature=nan must be a finite number"),
         (("--seed", -1), "seed=-1 must lie in 0..2^32-1"),
