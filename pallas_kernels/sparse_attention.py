@@ -58,7 +58,7 @@ def sparse_attention(
     sink       one more score of each head, of no value: a query without any key gives zeros (NaN where the sink is -inf).
 
     Sums are float32. Probabilities are rounded to bf16 before the value product, by CUDA relative to a score so far that stands
-    at most 8 / log2(e) below the largest.
+    at most 8 / log2(e) below the largest, so that values past 1e33, which no cache holds, overflow there before they are divided.
     Raises `ValueError` where rows are none of fp8, the window is wider than its ring, or a page leaves its block.
     Source: DeepSeek V4's published inference code; rows and pages as FlashMLA has them.
     """
