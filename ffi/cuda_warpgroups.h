@@ -1,8 +1,9 @@
 // What Hopper's warpgroups, of four warps each, need assembly for: products of matrices in shared memory,
-// which run beside the instructions that follow. Included by .cu files only, and compiled for sm_90a.
+// which run beside the instructions that follow. Compiled for sm_90a.
 #ifndef HISPARSE_FFI_CUDA_WARPGROUPS_H_
 #define HISPARSE_FFI_CUDA_WARPGROUPS_H_
 
+#include "cuda_block.h"
 #include "cuda_tiles.h"
 
 namespace hisparse {
@@ -20,7 +21,7 @@ struct Matrix {
 };
 
 // The same for all threads of a warp, and known to be: what depends on it needs no registers of their own.
-__device__ __forceinline__ uint32_t Uniform(uint32_t value) { return __shfl_sync(0xffffffffu, value, 0); }
+__device__ __forceinline__ uint32_t Uniform(uint32_t value) { return __shfl_sync(kAllLanes, value, 0); }
 
 // The number of a word of this block's memory; the upper bits of an address name the block of a cluster.
 __device__ __forceinline__ uint32_t WordOf(const uint4* shared) { return (AddressOf(shared) & 0x3ffff) >> 4; }

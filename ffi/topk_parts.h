@@ -56,6 +56,9 @@ __device__ __noinline__ void SelectExactly(const Part<Score> part, Range range, 
 constexpr size_t kMostShared = 200 * 1024;
 constexpr size_t kItemBytes = 2 * sizeof(uint32_t);  // of a list
 
+// Of the two bit fields of a row.
+inline size_t BitsBytes(int size) { return (static_cast<size_t>(size) + 31) / 32 * 2 * sizeof(uint32_t); }
+
 // Twice k, so that it holds what reaches the floor of random scores; 0 where k is too large for any list,
 // which a block alone can do without.
 inline int ListSize(int k, int num_ctas, size_t bits_bytes) {

@@ -22,7 +22,7 @@ constexpr int kMaxCtas = 8;
 
 template <typename Score, int kQuads>
 ffi::Error LaunchParts(Arguments a) {
-  const size_t bits_bytes = (static_cast<size_t>(a.size) + 31) / 32 * 2 * sizeof(uint32_t);
+  const size_t bits_bytes = BitsBytes(a.size);
   int list_size = ListSize(a.k, a.num_ctas, bits_bytes);
   if (list_size == 0) a.num_ctas = 1;
   const size_t shared_bytes = bits_bytes + kItemBytes * list_size * a.num_ctas;

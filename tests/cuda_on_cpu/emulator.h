@@ -1,7 +1,6 @@
 // Enough of CUDA to run a kernel's source on a CPU: threads as coroutines, warps, barriers, clusters, copies
-// and products that are late. It stands in for CUDA's headers and for what of ffi/ is assembly.
-//
-// The files beside it have the names of what kernels include, and include this.
+// and products that are late. It stands in for CUDA's headers, which the files beside it have the names of;
+// those with names of ffi/ stand in for what is assembly there.
 //
 // What it is for: indices, layouts and the order of things. Warps run in a random order and for a random
 // while, memory starts as NaN and becomes NaN when its block has left, and a copy or product takes place at
@@ -22,7 +21,6 @@
 #include <functional>
 #include <memory>
 #include <random>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -434,142 +432,5 @@ struct cluster_group {
 inline cluster_group this_cluster() { return {}; }
 
 }  // namespace cooperative_groups
-
-namespace hisparse {
-
-template <typename T>
-auto LoadEarly(const T* from) {
-  if constexpr (std::is_same_v<T, bool>) {
-    return int{*from};
-  } else {
-    return *from;
-  }
-}
-
-inline unsigned char* SharedMemory() {
-  return reinterpret_cast<unsigned char*>(emulator::current->block->shared());
-}
-
-template <int kBytes>
-void CopyAsync(void* to, const void* from, bool is_there) {
-  if (reinterpret_cast<uintptr_t>(to) % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes) {
-    emulator::Fail("a copy's address is no multiple of its size");
-  }
-  const emulator::Copy copy = {to, from, kBytes, is_there};
-  if (emulator::random() % 2) {
-    copy.Land();
-  } else {
-    emulator::current->open.push_back(copy);
-  }
-}
-
-inline void CloseGroup() {
-  emulator::current->groups.push_back(std::move(emulator::current->open));
-  emulator::current->open.clear();
-}
-
-template <int kOpen>
-void WaitForGroups() {
-  auto& groups = emulator::current->groups;
-  while (groups.size() > kOpen) {
-    for (const emulator::Copy& copy : groups.front()) copy.Land();
-    groups.erase(groups.begin());
-  }
-}
-
-inline uint32_t HalvesOf(uint32_t bits) {
-  return emulator::HalfOf(bits & 0xff) | uint32_t{emulator::HalfOf(bits >> 8 & 0xff)} << 16;
-}
-
-inline void MultiplyF16(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  struct Given {
-    const uint32_t* a;
-    uint32_t b[2];
-  } given{a, {b0, b1}};
-  emulator::Together(&given, sum, [](emulator::Warp& warp) {
-    float left[16][16], right[16][8];
-    for (int lane = 0; lane < 32; ++lane) {
-      const Given& of_lane = emulator::GivenBy<Given>(warp, lane);
-      const int group = lane / 4, quad = lane % 4;
-      for (int i = 0; i < 8; ++i) {  // two numbers a word
-        const auto number = [&](uint32_t word) {
-          return emulator::NumberOfHalf(static_cast<uint16_t>(word >> i % 2 * 16));
-        };
-        left[group + i / 2 % 2 * 8][quad * 2 + i % 2 + i / 4 * 8] = number(of_lane.a[i / 2]);
-        if (i < 4) right[quad * 2 + i % 2 + i / 2 * 8][group] = number(of_lane.b[i / 2]);
-      }
-    }
-    for (int lane = 0; lane < 32; ++lane) {
-      for (int i = 0; i < 4; ++i) {
-        float& result = emulator::TakenBy<float>(warp, lane)[i];
-        for (int k = 0; k < 16; ++k) result += left[lane / 4 + i / 2 * 8][k] * right[k][lane % 4 * 2 + i % 2];
-      }
-    }
-  });
-}
-
-inline float Relu(float x) { return std::isnan(x) ? x : max(x, 0.0f); }
-
-// What cuda_warpgroups.h has. A product reads its matrices when it begins, when it is waited for, or in
-// between.
-constexpr int kBlockColumns = 64, kBlockWords = 8;
-
-struct Matrix {
-  uint64_t byte, apart;  // of shared memory, and from one block to the next
-
-  Matrix operator+(int words) const { return {byte + words * sizeof(uint4), apart}; }
-};
-
-inline Matrix RowsOf(const uint4* block) {
-  const char* at = reinterpret_cast<const char*>(block);
-  return {static_cast<uint64_t>(at - emulator::current->block->shared()), 0};
-}
-
-inline Matrix ColumnsOf(const uint4* block, int rows) {
-  return {RowsOf(block).byte, rows * kBlockWords * sizeof(uint4)};
-}
-
-inline void OpenProducts() {}
-
-inline void WaitForProducts() {
-  for (const auto& product : emulator::current->products) product();
-  emulator::current->products.clear();
-}
-
-// The number at a byte of shared memory, words exchanged as products have them.
-inline float NumberAt(uint64_t byte) {
-  uint16_t number;
-  std::memcpy(&number, emulator::current->block->shared() + (byte ^ (byte >> 7 & 7) << 4), sizeof(number));
-  return emulator::NumberOf(number);
-}
-
-template <bool kColumns, int kSums>
-void MultiplyEither(float (&sums)[kSums], Matrix a, Matrix b, bool adds) {
-  float* const to = sums;
-  emulator::current->products.push_back([=] {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x % 128 / 32;
-    for (int i = 0; i < kSums; ++i) {
-      const uint64_t row = warp * 16 + lane / 4 + i / 2 % 2 * 8, column = i / 4 * 8 + lane % 4 * 2 + i % 2;
-      if (!adds) to[i] = 0.0f;
-      for (uint64_t k = 0; k < 16; ++k) {
-        const uint64_t of_b =
-            kColumns ? column / 64 * b.apart + k * 128 + column % 64 * 2 : column * 128 + k * 2;
-        to[i] += NumberAt(a.byte + row * 128 + k * 2) * NumberAt(b.byte + of_b);
-      }
-    }
-  });
-  if (emulator::random() % 2) WaitForProducts();
-}
-
-inline void MultiplyRows(float (&sums)[32], Matrix a, Matrix b, bool adds) {
-  MultiplyEither<false>(sums, a, b, adds);
-}
-inline void MultiplyColumns(float (&sums)[128], Matrix a, Matrix b) {
-  MultiplyEither<true>(sums, a, b, true);
-}
-
-inline void Publish() {}
-
-}  // namespace hisparse
 
 #endif  // HISPARSE_TESTS_CUDA_ON_CPU_EMULATOR_H_

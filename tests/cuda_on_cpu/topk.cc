@@ -11,7 +11,7 @@ extern "C" void topk(const void* scores, const void* lengths, void* selected, co
   const auto* of_rows = static_cast<const float*>(scores);
   const auto* of_lengths = static_cast<const int32_t*>(lengths);
   auto* to = static_cast<int32_t*>(selected);
-  const size_t bits_bytes = (static_cast<size_t>(columns) + 31) / 32 * 2 * sizeof(uint32_t);
+  const size_t bits_bytes = BitsBytes(columns);
   const int list_size = ListSize(k, 1, bits_bytes);
   const auto kernel = [&] {
     if (size(4)) {
